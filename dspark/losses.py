@@ -1,0 +1,305 @@
+"""Training losses over the draft vocabulary, without ever holding a [rows, V] tensor for all rows.
+
+For one supervised proposal, p is the verifier's distribution (restricted to the draft vocabulary, normalised over the whole
+verifier vocabulary unless `target_norm: draft_vocab`) and q the draft's softmax. alpha = sum_v min(p_v, q_v) is the chance
+that rejection sampling keeps a draft drawn from q (paper eq. 8).
+
+| name         | value                                             | range      |
+|--------------|---------------------------------------------------|------------|
+| ce           | -log q[label]; label is the text or argmax p      | [0, inf)   |
+| tv           | 1 - alpha                                         | [0, 1]     |
+| l1           | 2 (1 - alpha), the norm of paper eq. 10           | [0, 2]     |
+| kl           | sum p log(p/q), over the draft vocabulary         |            |
+| rkl          | sum q log(q/p)                                    |            |
+| jsd          | Jensen-Shannon divergence with m = (p + q) / 2    | [0, log 2] |
+| nla          | -log alpha                                        | [0, inf)   |
+| lk_hybrid    | w kl + (1 - w) tv, w = exp(-3 alpha) held constant (arXiv 2602.23881) | |
+
+Softmaxes and every term run in fp32. Each term supplies its value and its gradient with respect to the draft logits, so a
+chunk of rows is finished, gradient included, before the next one is touched. `plain_terms` is the same arithmetic as an
+ordinary autograd graph: the oracle of the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+TERMS = ("ce", "tv", "l1", "kl", "rkl", "jsd", "nla", "lk_hybrid")
+TARGET_NORMS = ("verifier_vocab", "draft_vocab")
+CE_LABELS = ("text", "target_top1")
+LK_ETA = 3.0
+TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossWeights:
+    """What is optimised: `terms` maps names of the table above to weights; `confidence` weighs the BCE of paper eq. 11."""
+
+    terms: Mapping[str, float]
+    confidence: float
+    decay_gamma: float | None
+    ce_label: str
+    target_norm: str
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.terms) - set(TERMS))
+        if unknown:
+            raise ValueError(f"loss.terms has unknown names {unknown}; expected names out of {TERMS}.")
+        if not any(self.terms.values()):
+            raise ValueError(f"loss.terms are {dict(self.terms)}: nothing to train. Give at least one of {TERMS} a weight.")
+        if self.ce_label not in CE_LABELS:
+            raise ValueError(f"loss.ce_label is {self.ce_label!r}; expected one of {CE_LABELS}.")
+        if self.target_norm not in TARGET_NORMS:
+            raise ValueError(f"loss.target_norm is {self.target_norm!r}; expected one of {TARGET_NORMS}.")
+        if self.decay_gamma is not None and not self.decay_gamma > 0:
+            raise ValueError(f"loss.decay_gamma is {self.decay_gamma}; expected a positive number of slots, or null for none.")
+
+
+@dataclass
+class Rows:
+    """Supervised proposals, flattened to `M` rows, and the verifier states they are compared with.
+
+    `target` holds one state per distinct position (`P` of them); `target_row[m]` picks the one of row m, ascending within
+    a document. `labels` are text tokens as draft ids, -1 where the draft vocabulary lacks the token. `weights` are zero for
+    proposals that are not supervised.
+    """
+
+    features: Float[Tensor, "M H"]
+    bias_features: Float[Tensor, "M R"] | None
+    weights: Float[Tensor, " M"]
+    labels: Int[Tensor, " M"]
+    target_row: Int[Tensor, " M"]
+    target: Float[Tensor, "P H"]
+    target_lse: Float[Tensor, " P"]
+
+
+@dataclass
+class RowStats:
+    """Per-row facts that metrics and the confidence label need; all detached."""
+
+    alpha: Float[Tensor, " M"]
+    label_keep: Float[Tensor, " M"]
+    greedy_hit: Float[Tensor, " M"]
+    loss: Float[Tensor, " M"]
+
+
+class VocabularyLoss(torch.autograd.Function):
+    """Weighted sum of loss terms over rows; the gradient is formed with the value, chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx, features, bias_features, bias_weight, head_weight, rows, weights, logit_scale, chunk_rows):  # noqa: ANN001
+        need_grad = any(ctx.needs_input_grad[:3])
+        dtype = features.dtype
+        joint = head_weight.to(dtype)
+        if bias_weight is not None:
+            joint = torch.cat([joint, bias_weight.to(dtype)], dim=1)  # [V, H+R]: base logits and bias in one product
+        inputs = features if bias_features is None else torch.cat([features, bias_features.to(dtype)], dim=1)
+        hidden = features.shape[1]
+        stats = RowStats(*(torch.zeros(len(inputs), device=inputs.device) for _ in range(4)))
+        grad_inputs = torch.zeros_like(inputs) if need_grad else None
+        grad_bias = torch.zeros_like(bias_weight, dtype=torch.float32) if need_grad and bias_weight is not None else None
+        total = torch.zeros((), dtype=torch.float32, device=inputs.device)
+
+        active = rows.weights.nonzero().squeeze(-1)
+        for keep in active.split(chunk_rows):
+            positions, target_row = torch.unique(rows.target_row[keep], return_inverse=True)
+            target = target_probabilities(
+                rows.target[positions].to(dtype), rows.target_lse[positions], head_weight, logit_scale, weights.target_norm
+            )
+            chunk = inputs[keep]
+            logits = (chunk @ joint.T).float().mul_(logit_scale)
+            row_weights = rows.weights[keep]
+            parts, grad_logits = _terms_with_gradient(
+                logits, target, target_row, rows.labels[keep], weights, row_weights if need_grad else None
+            )
+            for name in ("alpha", "label_keep", "greedy_hit", "loss"):
+                getattr(stats, name)[keep] = getattr(parts, name)
+            total += (parts.loss * row_weights).sum()
+            if need_grad:
+                grad_logits = grad_logits.mul_(logit_scale).to(dtype)
+                grad_inputs[keep] = grad_logits @ joint
+                if grad_bias is not None:
+                    grad_bias += grad_logits.T @ chunk[:, hidden:]
+        ctx.hidden = hidden
+        ctx.save_for_backward(grad_inputs, grad_bias)
+        ctx.mark_non_differentiable(*vars(stats).values())
+        return total, *vars(stats).values()
+
+    @staticmethod
+    def backward(ctx, grad_total, *_):  # noqa: ANN001, ANN205
+        grad_inputs, grad_bias = ctx.saved_tensors
+        grad_features = grad_inputs[:, : ctx.hidden] * grad_total.to(grad_inputs.dtype)
+        if grad_bias is None:
+            return grad_features, None, None, None, None, None, None, None
+        grad_bias_features = grad_inputs[:, ctx.hidden :] * grad_total.to(grad_inputs.dtype)
+        return grad_features, grad_bias_features, grad_bias * grad_total, None, None, None, None, None
+
+
+def vocabulary_loss(
+    rows: Rows,
+    head_weight: Float[Tensor, "V H"],
+    bias_weight: Float[Tensor, "V R"] | None,
+    weights: LossWeights,
+    logit_scale: float,
+    chunk_rows: int,
+) -> tuple[Float[Tensor, ""], RowStats]:
+    """sum_m weight_m * (weighted terms of row m), and the per-row statistics. Differentiable in features and bias.
+
+    Not divided: the caller divides once by the weights summed over micro-batches and ranks.
+    """
+    with torch.autocast(rows.features.device.type, enabled=False):
+        total, *stats = VocabularyLoss.apply(
+            rows.features, rows.bias_features, bias_weight, head_weight, rows, weights, logit_scale, chunk_rows
+        )
+    return total, RowStats(*stats)
+
+
+def target_probabilities(
+    states: Float[Tensor, "P H"],
+    lse: Float[Tensor, " P"],
+    head_weight: Float[Tensor, "V H"],
+    logit_scale: float,
+    target_norm: str,
+) -> Float[Tensor, "P V"]:
+    """The verifier's probabilities of the draft vocabulary's tokens, fp32.
+
+    `verifier_vocab`: exp(logit - lse) with lse over all W tokens, so a row sums to the kept tokens' true mass (<= 1).
+    `draft_vocab`: renormalised over the kept tokens, which inflates alpha when mass was pruned.
+    """
+    logits = (states @ head_weight.to(states.dtype).T).float().mul_(logit_scale)
+    if target_norm == "draft_vocab":
+        return logits.softmax(-1)
+    return logits.sub_(lse.unsqueeze(-1)).exp_()
+
+
+def _terms_with_gradient(
+    logits: Float[Tensor, "M V"],
+    target: Float[Tensor, "P V"],
+    target_row: Int[Tensor, " M"],
+    labels: Int[Tensor, " M"],
+    weights: LossWeights,
+    row_weights: Float[Tensor, " M"] | None,
+) -> tuple[RowStats, Float[Tensor, "M V"] | None]:
+    """Values of all terms per row, and d(sum of row_weights * terms)/d(logits) when `row_weights` is given.
+
+    Every divergence D(p, q) has d D / d logit_v = q_v (e_v - sum_u q_u e_u) with e = d D / d q; cross-entropy adds q - onehot.
+    The overlap needs only the set {q < p}: alpha = sum_{q<p} q + sum_{q>=p} p, with e = 1 on that set and 0 off it.
+    """
+    top, top_index = logits.max(-1)
+    q = logits.softmax(-1)
+    lse = top - q.gather(1, top_index.unsqueeze(1)).squeeze(1).log()  # avoids a second pass of exponentials
+    p = target[target_row]
+    below = q < p
+    q_below = (q * below).sum(-1)
+    alpha = torch.minimum(q, p).sum(-1).clamp_(max=1.0)
+
+    known = labels >= 0
+    safe = labels.clamp(min=0).unsqueeze(1)
+    q_label = (logits.gather(1, safe).squeeze(1) - lse).exp()
+    p_label = p.gather(1, safe).squeeze(1)
+    label_keep = torch.where(known, (q_label / p_label.clamp(min=TINY)).clamp(max=1.0), 0.0)
+    greedy_hit = (known & (top_index == labels)).float()
+    if weights.ce_label == "text":
+        ce_known, ce_label = known, safe
+    else:
+        # The argmax of distinct positions, shared by the rows that look at the same one.
+        ce_label = target.argmax(-1)[target_row].unsqueeze(1)
+        ce_known = torch.ones_like(known)
+
+    loss = torch.zeros_like(alpha)
+    one = None if row_weights is None else row_weights
+    grad = None if one is None else torch.zeros_like(q)
+
+    overlap_coefficient = torch.zeros_like(alpha)  # accumulates -d loss / d alpha
+    lk_blend = (-LK_ETA * alpha).exp()
+    kl_coefficient = torch.zeros_like(alpha)
+    for name, weight in weights.terms.items():
+        if not weight:
+            continue
+        if name == "ce":
+            value = torch.where(ce_known, lse - logits.gather(1, ce_label).squeeze(1), 0.0)
+            loss += weight * value
+            if grad is not None:
+                factor = (weight * one * ce_known).unsqueeze(1)
+                grad.addcmul_(q, factor)
+                grad.scatter_add_(1, ce_label, -factor)
+        elif name in ("tv", "l1"):
+            scale = weight * (2.0 if name == "l1" else 1.0)
+            loss += scale * (1.0 - alpha)
+            overlap_coefficient += scale
+        elif name == "nla":
+            loss -= weight * alpha.clamp(min=TINY).log()
+            overlap_coefficient += weight / alpha.clamp(min=TINY)
+        elif name == "lk_hybrid":
+            loss += weight * (1.0 - lk_blend) * (1.0 - alpha)
+            overlap_coefficient += weight * (1.0 - lk_blend)
+            kl_coefficient += weight * lk_blend
+        elif name == "kl":
+            kl_coefficient += weight
+        elif name == "rkl":
+            ratio = (logits - lse.unsqueeze(1)) - p.clamp(min=TINY).log()
+            value = (q * ratio).sum(-1)
+            loss += weight * value
+            if grad is not None:
+                grad += (weight * one).unsqueeze(1) * q * (ratio - value.unsqueeze(1))
+        elif name == "jsd":
+            middle = torch.log((0.5 * (p + q)).clamp(min=TINY))
+            log_q = logits - lse.unsqueeze(1)
+            toward_p = (torch.xlogy(p, p) - p * middle).sum(-1)
+            e = 0.5 * (log_q - middle)  # d jsd / d q up to a constant, which the softmax projection removes
+            projection = (q * e).sum(-1)
+            loss += weight * (0.5 * toward_p + projection)
+            if grad is not None:
+                grad += (weight * one).unsqueeze(1) * q * (e - projection.unsqueeze(1))
+    if weights.terms.get("kl") or weights.terms.get("lk_hybrid"):
+        mass = p.sum(-1)
+        value = torch.xlogy(p, p).sum(-1) - (p * logits).sum(-1) + mass * lse
+        loss += kl_coefficient * value
+        if grad is not None:
+            factor = (kl_coefficient * one).unsqueeze(1)
+            grad += factor * (q * mass.unsqueeze(1) - p)
+    if grad is not None and any(weights.terms.get(name) for name in ("tv", "l1", "nla", "lk_hybrid")):
+        # -d alpha / d logit_v = q_v (sum_{q<p} q - [q_v < p_v])
+        factor = (overlap_coefficient * one).unsqueeze(1)
+        grad.addcmul_(q.mul_(q_below.unsqueeze(1) - below.to(q.dtype)), factor)
+    return RowStats(alpha=alpha, label_keep=label_keep, greedy_hit=greedy_hit, loss=loss), grad
+
+
+def plain_terms(
+    logits: Float[Tensor, "M V"], p: Float[Tensor, "M V"], labels: Int[Tensor, " M"], weights: LossWeights
+) -> Float[Tensor, " M"]:
+    """The weighted terms of every row as one ordinary autograd expression: readable, slow, the tests' oracle."""
+    log_q = logits.log_softmax(-1)
+    q = log_q.exp()
+    alpha = torch.minimum(p, q).sum(-1)
+    log_p = p.clamp(min=TINY).log()
+    kl = (p * (log_p - log_q)).sum(-1)
+    ce_label = labels if weights.ce_label == "text" else p.argmax(-1)
+    ce = torch.where(ce_label >= 0, F.nll_loss(log_q, ce_label.clamp(min=0), reduction="none"), 0.0)
+    blend = (-LK_ETA * alpha.detach()).exp()
+    log_m = (0.5 * (p + q)).clamp(min=TINY).log()
+    values = {
+        "ce": ce,
+        "tv": 1.0 - alpha,
+        "l1": (p - q).abs().sum(-1) + (1.0 - p.sum(-1)),
+        "kl": kl,
+        "rkl": (q * (log_q - log_p)).sum(-1),
+        "jsd": 0.5 * ((p * (log_p - log_m)).sum(-1) + (q * (log_q - log_m)).sum(-1)),
+        "nla": -alpha.clamp(min=TINY).log(),
+        "lk_hybrid": blend * kl + (1.0 - blend) * (1.0 - alpha),
+    }
+    return sum(weight * values[name] for name, weight in weights.terms.items())
+
+
+def confidence_loss(
+    logits: Float[Tensor, " M"], alpha: Float[Tensor, " M"], row_weights: Float[Tensor, " M"]
+) -> Float[Tensor, ""]:
+    """sum_m weight_m BCE(sigmoid(logit_m), alpha_m), alpha detached     (paper eq. 11)."""
+    losses = F.binary_cross_entropy_with_logits(logits.float(), alpha.detach(), reduction="none")
+    return (losses * row_weights).sum()

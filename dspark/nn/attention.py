@@ -1,0 +1,230 @@
+"""Attention from block queries to injected context and to their own block.
+
+Three forms of one function, chosen by `plan_attention`:
+
+* `GroupedPlan` (CPU and the general fall-back): anchors are ascending, so neighbouring anchors share almost all of their
+  context. A group of them attends to `context[lo:hi]` and to the group's own blocks in one scaled-dot-product call; cost is
+  A (S + Q) up to the group size, never (S + A Q)^2.
+* `FlexPlan` (CUDA): one block-sparse FlexAttention call over `context ++ blocks`.
+* `dense_attention`: softmax over everything with a mask, the tests' oracle.
+
+Visibility itself is defined once, in `dspark.blocks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from dspark.blocks import DraftBatch, visible, visible_in_block
+
+BACKENDS = ("auto", "grouped", "flex", "dense")
+GROUP = 16  # anchors a grouped call; larger groups waste work on each other's blocks, smaller ones on launches
+
+
+def resolve_backend(backend: str, device: torch.device) -> str:
+    """The form that `auto` means on this device. Raises ValueError for unknown names and for flex without CUDA."""
+    if backend not in BACKENDS:
+        raise ValueError(f"attention_backend is {backend!r}; expected one of {BACKENDS}.")
+    if backend == "auto":
+        return "flex" if device.type == "cuda" else "grouped"
+    if backend == "flex" and device.type != "cuda":
+        raise ValueError("attention_backend is 'flex', which needs a CUDA device; use 'auto' or 'grouped'.")
+    return backend
+
+
+def plan_attention(
+    batch: DraftBatch, block_size: int, windows: set[int | None], backend: str
+) -> dict[int | None, GroupedPlan | FlexPlan | DensePlan]:
+    """Masks of one batch, computed once and shared by all layers: one plan for each window in use (None = full)."""
+    kind = {"grouped": GroupedPlan, "flex": FlexPlan, "dense": DensePlan}[resolve_backend(backend, batch.anchors.device)]
+    starts = batch.doc_start.gather(1, batch.anchors)
+    return {window: kind.build(batch.anchors, starts, batch.input_ids.shape[1], block_size, window) for window in windows}
+
+
+def _dense_mask(
+    anchors: Int[Tensor, " A"], starts: Int[Tensor, " A"], lo: int, hi: int, queries: range, width: int, window: int | None
+) -> Bool[Tensor, "AQ K"]:
+    """Mask of the query slots of some anchors against `context[lo:hi] ++ their own blocks` (`width` slots each)."""
+    device = anchors.device
+    slot = torch.arange(queries.start, queries.stop, device=device)
+    key = torch.arange(lo, hi, device=device)
+    to_context = visible(anchors[:, None, None], slot[None, :, None], starts[:, None, None], key[None, None, :], window)
+    count = len(anchors)
+    in_block = visible_in_block(slot[:, None], torch.arange(width, device=device)[None, :], window)
+    own = torch.eye(count, dtype=torch.bool, device=device)
+    to_blocks = own[:, None, :, None] & in_block[None, :, None, :]  # [A, q, A, Q]
+    return torch.cat([to_context, to_blocks.reshape(count, len(slot), count * width)], dim=-1).flatten(0, 1)
+
+
+def _attend(
+    q: Float[Tensor, "A q h d"], k: Float[Tensor, "K g d"], v: Float[Tensor, "K g d"], mask: Bool[Tensor, "Aq K"]
+) -> Float[Tensor, "A q h d"]:
+    """One scaled-dot-product call; query heads that share a key head ride along as further queries, so K is not repeated."""
+    anchors, slots, heads, dim = q.shape
+    groups = k.shape[1]
+    share = heads // groups
+    queries = q.view(anchors * slots, groups, share, dim).permute(1, 2, 0, 3).reshape(1, groups, share * anchors * slots, dim)
+    out = F.scaled_dot_product_attention(
+        queries, k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0), attn_mask=mask.repeat(share, 1)
+    )
+    return out.view(groups, share, anchors * slots, dim).permute(2, 0, 1, 3).reshape(anchors, slots, heads, dim)
+
+
+@dataclass
+class GroupedPlan:
+    """`groups[b]` holds (first anchor, last anchor + 1, lo, hi, mask over all Q query slots) for row b."""
+
+    groups: list[list[tuple[int, int, int, int, Tensor]]]
+    block_size: int
+
+    @classmethod
+    def build(
+        cls, anchors: Int[Tensor, "B A"], starts: Int[Tensor, "B A"], length: int, block_size: int, window: int | None
+    ) -> GroupedPlan:
+        groups = []
+        for row_anchors, row_starts in zip(anchors, starts, strict=True):
+            row = []
+            for first in range(0, len(row_anchors), GROUP):
+                part, begin = row_anchors[first : first + GROUP], row_starts[first : first + GROUP]
+                lo, hi = int(begin.min()), int(part.max())
+                if window is not None:
+                    lo = max(lo, int(part.min()) - window + 1)
+                mask = _dense_mask(part, begin, lo, hi, range(block_size), block_size, window)
+                row.append((first, first + len(part), lo, hi, mask))
+            groups.append(row)
+        return cls(groups, block_size)
+
+    def attend(
+        self,
+        q: Float[Tensor, "B A q h d"],
+        k_context: Float[Tensor, "B S g d"],
+        v_context: Float[Tensor, "B S g d"],
+        k_block: Float[Tensor, "B A Q g d"],
+        v_block: Float[Tensor, "B A Q g d"],
+    ) -> Float[Tensor, "B A q h d"]:
+        """Queries may cover only the last `q` slots of each block (the final layer needs no others)."""
+        skipped = self.block_size - q.shape[2]
+        rows = []
+        for b, groups in enumerate(self.groups):
+            parts = []
+            for first, last, lo, hi, mask in groups:
+                k = torch.cat([k_context[b, lo:hi], k_block[b, first:last].flatten(0, 1)])
+                v = torch.cat([v_context[b, lo:hi], v_block[b, first:last].flatten(0, 1)])
+                if skipped:
+                    mask = mask.view(last - first, self.block_size, -1)[:, skipped:].flatten(0, 1)
+                parts.append(_attend(q[b, first:last], k, v, mask))
+            rows.append(torch.cat(parts))
+        return torch.stack(rows)
+
+
+@dataclass
+class DensePlan:
+    """All anchors of a row against all context and all blocks: the plain form, for tests and tiny inputs."""
+
+    anchors: Tensor
+    starts: Tensor
+    length: int
+    block_size: int
+    window: int | None
+
+    @classmethod
+    def build(
+        cls, anchors: Int[Tensor, "B A"], starts: Int[Tensor, "B A"], length: int, block_size: int, window: int | None
+    ) -> DensePlan:
+        return cls(anchors, starts, length, block_size, window)
+
+    def attend(
+        self,
+        q: Float[Tensor, "B A q h d"],
+        k_context: Float[Tensor, "B S g d"],
+        v_context: Float[Tensor, "B S g d"],
+        k_block: Float[Tensor, "B A Q g d"],
+        v_block: Float[Tensor, "B A Q g d"],
+    ) -> Float[Tensor, "B A q h d"]:
+        outputs = []
+        queries = range(self.block_size - q.shape[2], self.block_size)
+        for b in range(len(q)):
+            mask = _dense_mask(
+                self.anchors[b], self.starts[b], 0, self.length, queries, self.block_size, self.window
+            )
+            k = torch.cat([k_context[b], k_block[b].flatten(0, 1)])
+            v = torch.cat([v_context[b], v_block[b].flatten(0, 1)])
+            outputs.append(dense_attention(q[b], k, v, mask))
+        return torch.stack(outputs)
+
+
+def dense_attention(
+    q: Float[Tensor, "A q h d"], k: Float[Tensor, "K g d"], v: Float[Tensor, "K g d"], mask: Bool[Tensor, "Aq K"]
+) -> Float[Tensor, "A q h d"]:
+    """softmax(q k^T / sqrt(d)) v with masked scores at minus infinity, written out."""
+    share = q.shape[2] // k.shape[1]
+    k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+    scores = torch.einsum("nhd,khd->hnk", q.flatten(0, 1), k).float() * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(v.dtype)
+    return torch.einsum("hnk,khd->nhd", weights, v).view(q.shape)
+
+
+@cache
+def _compiled_flex():  # noqa: ANN202
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    return torch.compile(flex_attention), torch.compile(create_block_mask)
+
+
+@dataclass
+class FlexPlan:
+    """One FlexAttention call; the block mask skips tiles that no anchor of the tile can see."""
+
+    mask: object
+    block_size: int
+    window: int | None
+    parts: tuple[Tensor, Tensor, int]
+
+    @classmethod
+    def build(
+        cls, anchors: Int[Tensor, "B A"], starts: Int[Tensor, "B A"], length: int, block_size: int, window: int | None
+    ) -> FlexPlan:
+        plan = cls(None, block_size, window, (anchors, starts, length))
+        plan.mask = plan.build_mask(block_size)
+        return plan
+
+    def build_mask(self, query_slots: int):  # noqa: ANN201
+        """Block mask for the last `query_slots` slots of every block."""
+        anchors, starts, length = self.parts
+        width, window, skipped = self.block_size, self.window, self.block_size - query_slots
+
+        def mask_mod(b, h, query, key):  # noqa: ANN001, ANN202
+            block, slot = query // query_slots, query % query_slots + skipped
+            inside = key - length
+            context = visible(anchors[b, block], slot, starts[b, block], key, window) & (key < length)
+            own = (inside >= 0) & (inside // width == block)
+            if window is not None:
+                own = own & (inside % width <= slot) & (inside % width > slot - window)
+            return context | own
+
+        _, create_block_mask = _compiled_flex()
+        batch, count = anchors.shape
+        return create_block_mask(
+            mask_mod, batch, None, count * query_slots, length + count * width, device=anchors.device
+        )
+
+    def attend(
+        self,
+        q: Float[Tensor, "B A q h d"],
+        k_context: Float[Tensor, "B S g d"],
+        v_context: Float[Tensor, "B S g d"],
+        k_block: Float[Tensor, "B A Q g d"],
+        v_block: Float[Tensor, "B A Q g d"],
+    ) -> Float[Tensor, "B A q h d"]:
+        flex, _ = _compiled_flex()
+        mask = self.mask if q.shape[2] == self.block_size else self.build_mask(q.shape[2])
+        k = torch.cat([k_context, k_block.flatten(1, 2)], dim=1).transpose(1, 2)
+        v = torch.cat([v_context, v_block.flatten(1, 2)], dim=1).transpose(1, 2)
+        out = flex(q.flatten(1, 2).transpose(1, 2), k, v, block_mask=mask, enable_gqa=True)
+        return out.transpose(1, 2).reshape(q.shape)

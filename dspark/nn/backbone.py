@@ -1,0 +1,126 @@
+"""The block-parallel backbone (DFlash): Qwen3-style layers whose keys and values include the verifier's hidden states.
+
+H_ctx = RMSNorm(W_c [h^(l1); ...; h^(lm)]) is one tensor for all layers (paper eq. 2). Each layer projects keys and values from
+H_ctx, without an input norm, and from the block, after its input norm; queries come from the block alone (eq. 3). Parameter
+names are those of served checkpoints, so exporting renames nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from dspark.config import DraftConfig
+
+
+class Attends(Protocol):
+    """What a layer needs of an attention form; see `dspark.nn.attention`."""
+
+    def attend(self, q: Tensor, k_context: Tensor, v_context: Tensor, k_block: Tensor, v_block: Tensor) -> Tensor: ...
+
+
+@dataclass
+class Rotary:
+    """cos and sin for some positions, fp32 [..., head_dim / 2] each, computed afresh so that no cast can round them."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Int[Tensor, "..."], head_dim: int, theta: float) -> Rotary:
+        exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
+        frequencies = (theta**-exponent).float()
+        angles = positions.unsqueeze(-1).float() * frequencies
+        return cls(angles.cos(), angles.sin())
+
+    def rotate(self, x: Float[Tensor, "... heads d"]) -> Float[Tensor, "... heads d"]:
+        """Rotate-half convention: the first half of the dimensions pairs with the second."""
+        cos, sin = self.cos.unsqueeze(-2), self.sin.unsqueeze(-2)
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, the statistic in fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "... n"]) -> Float[Tensor, "... n"]:
+        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with per-head norms on queries and keys."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        wide, narrow = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, wide, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, narrow, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, narrow, bias=False)
+        self.o_proj = nn.Linear(wide, config.hidden_size, bias=False)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def _heads(self, x: Float[Tensor, "... hd"]) -> Float[Tensor, "... h d"]:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def keys_values(
+        self, x: Float[Tensor, "... H"], rotary: Rotary
+    ) -> tuple[Float[Tensor, "... g d"], Float[Tensor, "... g d"]]:
+        """Keys (normed, rotated) and values of context or block inputs alike."""
+        return rotary.rotate(self.k_norm(self._heads(self.k_proj(x)))), self._heads(self.v_proj(x))
+
+    def queries(self, x: Float[Tensor, "... H"], rotary: Rotary) -> Float[Tensor, "... h d"]:
+        return rotary.rotate(self.q_norm(self._heads(self.q_proj(x))))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Float[Tensor, "... H"]) -> Float[Tensor, "... H"]:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Pre-norm block layer. `first_query` drops leading slots from the output once no later layer needs them."""
+
+    def __init__(self, config: DraftConfig, index: int) -> None:
+        super().__init__()
+        sliding = config.layer_types[index] == "sliding_attention"
+        self.window = config.sliding_window if sliding else None
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        x: Float[Tensor, "B A Q H"],
+        rotary: Rotary,
+        context: tuple[Float[Tensor, "B S g d"], Float[Tensor, "B S g d"]],
+        attention: Attends,
+        first_query: int,
+    ) -> Float[Tensor, "B A q H"]:
+        normed = self.input_layernorm(x)
+        k, v = self.self_attn.keys_values(normed, rotary)
+        x, normed = x[:, :, first_query:], normed[:, :, first_query:]
+        q = self.self_attn.queries(normed, Rotary(rotary.cos[:, :, first_query:], rotary.sin[:, :, first_query:]))
+        mixed = attention.attend(q, *context, k, v)
+        x = x + self.self_attn.o_proj(mixed.flatten(-2))
+        return x + self.mlp(self.post_attention_layernorm(x))

@@ -1,0 +1,22 @@
+"""Markov head: a low-rank bigram correction of the logits (paper eq. 5), the only head that vLLM serves."""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from dspark.nn.heads.base import SequentialHead
+
+
+class VanillaHead(SequentialHead):
+    """`r_i = markov_w1[x_{i-1}]`."""
+
+    def step(
+        self, prev_ids: Int[Tensor, "..."], hidden: Float[Tensor, "... H"], state: Tensor | None
+    ) -> tuple[Float[Tensor, "... R"], None]:
+        return self.markov_w1(prev_ids), None
+
+    def block(
+        self, prev_ids: Int[Tensor, "*batch N"], hidden: Float[Tensor, "*batch N H"]
+    ) -> Float[Tensor, "*batch N R"]:
+        return self.markov_w1(prev_ids)

@@ -1,0 +1,89 @@
+"""From a draft's output to the sums that training divides: one loss numerator, one denominator, and per-position counts.
+
+L = sum w m (terms + confidence) / sum w m     (paper eq. 9-12 with the weighted mean made explicit)
+
+w is the position weight exp(-(i-1)/decay_gamma), m the supervision mask. Numerator and denominator stay apart, so that
+micro-batches, accumulation and ranks can be added before the single division.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from dspark.blocks import DraftBatch, position_weights
+from dspark.losses import LossWeights, Rows, confidence_loss, vocabulary_loss
+from dspark.nn.draft import Draft, DraftOutput
+
+
+@dataclass
+class LossSums:
+    """`numerator` carries the gradient. The rest is detached: per proposal position [N], sums over supervised proposals.
+
+    `alpha`, `greedy_hit` and `label_keep` divided by `count` are the mean overlap, the share of proposals whose draft argmax is
+    the text's token, and the mean of min(1, q/p) at it. `confidence` sums the BCE.
+    """
+
+    numerator: Float[Tensor, ""]
+    denominator: Float[Tensor, ""]
+    vocabulary: Float[Tensor, ""]
+    confidence: Float[Tensor, ""]
+    count: Float[Tensor, " N"]
+    alpha: Float[Tensor, " N"]
+    greedy_hit: Float[Tensor, " N"]
+    label_keep: Float[Tensor, " N"]
+
+
+def draft_loss(
+    draft: Draft,
+    output: DraftOutput,
+    batch: DraftBatch,
+    weights: LossWeights,
+    *,
+    confidence_detach_inputs: bool,
+    chunk_rows: int,
+) -> LossSums:
+    """Loss sums of one batch. `confidence_detach_inputs` keeps the confidence loss out of the backbone and the head."""
+    config, blocks = draft.config, output.blocks
+    shape = blocks.supervised.shape
+    weight = position_weights(config.num_proposals, weights.decay_gamma, blocks.supervised.device)
+    row_weights = (blocks.supervised * weight).flatten()
+    length = batch.input_ids.shape[1]
+    row_of_batch = torch.arange(shape[0], device=weight.device).view(-1, 1, 1) * length
+    rows = Rows(
+        features=output.hidden.flatten(0, 2),
+        bias_features=None if output.features is None else output.features.flatten(0, 2),
+        weights=row_weights,
+        labels=draft.vocab.target_to_draft(blocks.labels).flatten(),
+        target_row=(blocks.target_index + row_of_batch).flatten(),
+        target=batch.last.flatten(0, 1),
+        target_lse=batch.lse.flatten(),
+    )
+    head = draft.markov_head
+    vocabulary, stats = vocabulary_loss(
+        rows, draft.lm_head, None if head is None else head.markov_w2.weight, weights, config.logit_scale, chunk_rows
+    )
+    numerator, confidence = vocabulary, vocabulary.new_zeros(())
+    if draft.confidence_head is not None and weights.confidence:
+        hidden = output.hidden.detach() if confidence_detach_inputs else output.hidden
+        logits = draft.confidence_logits(hidden, blocks.prev_ids, detach_prev=confidence_detach_inputs)
+        confidence = confidence_loss(logits.flatten(), stats.alpha, row_weights)
+        numerator = numerator + weights.confidence * confidence
+    supervised = blocks.supervised.flatten(0, 1).float()
+
+    def per_position(values: Tensor) -> Tensor:
+        return (values.view(-1, config.num_proposals) * supervised).sum(0)
+
+    return LossSums(
+        numerator=numerator,
+        denominator=row_weights.sum(),
+        vocabulary=vocabulary.detach(),
+        confidence=confidence.detach(),
+        count=supervised.sum(0),
+        alpha=per_position(stats.alpha),
+        greedy_hit=per_position(stats.greedy_hit),
+        label_keep=per_position(stats.label_keep),
+    )

@@ -1,0 +1,345 @@
+"""The only Lightning file: how a draft is optimised, validated by replay, and checkpointed.
+
+One step: `DraftModule.training_step` -> `Draft.forward` -> `draft_loss` -> gradient of the loss *sum*;
+`on_before_optimizer_step` divides all gradients once by the supervised weight of every micro-batch and rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pandas as pd
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from dspark.acceptance import tau_from_counts
+from dspark.blocks import DraftBatch
+from dspark.config import Contract
+from dspark.data.batches import HeldOutDocuments, PackedRows, StreamSampler, stack_rows
+from dspark.data.features import FeatureCache
+from dspark.losses import LossWeights
+from dspark.nn.draft import Draft
+from dspark.objective import draft_loss
+from dspark.replay import Replay, replay_document
+from dspark.runs import Run, save_draft, write_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and a cosine to `min_lr_ratio` of the peak. Decay applies to matrices of the layers only."""
+
+    lr: float
+    head_lr: float
+    warmup_steps: int
+    min_lr_ratio: float
+    weight_decay: float
+    betas: tuple[float, float]
+
+
+def lr_scale(step: int, *, warmup: int, total: int, floor: float) -> float:
+    """Factor on the peak learning rate at an optimizer step: linear warm-up, then half a cosine down to `floor`."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class DraftModule(L.LightningModule):
+    """Trains `draft`. Logged loss equals the optimised loss: sums over micro-batches and ranks, divided once."""
+
+    def __init__(
+        self,
+        *,
+        draft: Draft,
+        contract: Contract,
+        loss: LossWeights,
+        optimizer: OptimizerConfig,
+        confidence_detach_inputs: bool,
+        chunk_rows: int,
+        verifier_norm: tuple[Tensor, float] | None,
+        run: Run | None,
+    ) -> None:
+        """`verifier_norm` is (weight, eps) of the verifier's final norm, for caches that hold un-normed states."""
+        super().__init__()
+        self.draft, self.contract, self.loss_weights, self.optimizer_config = draft, contract, loss, optimizer
+        self.confidence_detach_inputs, self.chunk_rows = confidence_detach_inputs, chunk_rows
+        self.run = run
+        self.norm_eps = verifier_norm[1] if verifier_norm else None
+        self.register_buffer("norm_weight", verifier_norm[0] if verifier_norm else None, persistent=False)
+        self.best_tau = 0.0
+        self.metrics = MetricTotals()
+        self._denominator: Tensor | None = None
+        self._replays: list[tuple[float, Replay]] = []
+
+    def normed(self, batch: DraftBatch) -> DraftBatch:
+        """The batch with `last` after the verifier's final norm, whichever form the cache holds."""
+        if self.norm_weight is not None:
+            last = batch.last.float()
+            last = torch.nn.functional.rms_norm(last, last.shape[-1:], self.norm_weight.float(), self.norm_eps)
+            batch.last = last.to(batch.last.dtype)
+        return batch
+
+    def training_step(self, batch: DraftBatch, index: int) -> Tensor:
+        batch = self.normed(batch)
+        sums = draft_loss(
+            self.draft,
+            self.draft(batch),
+            batch,
+            self.loss_weights,
+            confidence_detach_inputs=self.confidence_detach_inputs,
+            chunk_rows=self.chunk_rows,
+        )
+        self._stop_if_not_finite(sums.numerator, batch)
+        self._denominator = sums.denominator if self._denominator is None else self._denominator + sums.denominator
+        self.metrics.add("loss", sums.numerator.detach(), sums.denominator)
+        self.metrics.add("loss_vocabulary", sums.vocabulary, sums.denominator)
+        self.metrics.add("loss_confidence", sums.confidence, sums.denominator)
+        for i in range(self.draft.config.num_proposals):
+            self.metrics.add(f"alpha@{i + 1}", sums.alpha[i], sums.count[i])
+            self.metrics.add(f"greedy_hit@{i + 1}", sums.greedy_hit[i], sums.count[i])
+        return sums.numerator
+
+    def _stop_if_not_finite(self, loss: Tensor, batch: DraftBatch) -> None:
+        # Reading the value stalls a GPU, so there only now and then.
+        if loss.device.type == "cuda" and self.global_step % 25:
+            return
+        if not bool(loss.isfinite()):
+            where = "not saved (no run folder)"
+            if self.run is not None:
+                where = self.run.path / "bad_batch.pt"
+                torch.save(vars(batch.to("cpu")), where)
+            raise FloatingPointError(
+                f"loss is {float(loss.detach())} at step {self.global_step}; the batch is in {where}. Lower optimizer.lr, or look "
+                "for out-of-range features; out of memory on some devices shows up this way too."
+            )
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Turn summed gradients into the gradient of the global mean. Lightning has averaged over ranks and accumulation."""
+        denominator = self.all_reduce_sum(self._denominator)
+        self._denominator = None
+        scale = self.trainer.world_size * self.trainer.accumulate_grad_batches / denominator.clamp(min=1e-8)
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_mul_(grads, scale)
+
+    def all_reduce_sum(self, value: Tensor) -> Tensor:
+        return self.trainer.strategy.reduce(value.clone(), reduce_op="sum") if self.trainer.world_size > 1 else value
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        config = self.optimizer_config
+        head = [] if self.draft.markov_head is None else list(self.draft.markov_head.parameters())
+        confidence = [] if self.draft.confidence_head is None else list(self.draft.confidence_head.parameters())
+        apart = {id(p) for p in head + confidence}
+        rest = [p for p in self.draft.parameters() if id(p) not in apart]
+        groups = [
+            {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay, "lr": config.lr},
+            {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0, "lr": config.lr},
+            {"params": head + confidence, "weight_decay": 0.0, "lr": config.head_lr},
+        ]
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], betas=tuple(config.betas), fused=True
+        )
+        total = int(self.trainer.estimated_stepping_batches)
+        scale = partial(lr_scale, warmup=config.warmup_steps, total=total, floor=config.min_lr_ratio)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    # ---- validation: replay of held-out documents
+
+    def validation_step(self, item: tuple[DraftBatch, int, float], index: int) -> None:
+        batch, _, temperature = item
+        replay = replay_document(
+            self.draft,
+            self.normed(batch),
+            temperature=temperature,
+            draft_sampling="greedy",
+            num_proposals=self.draft.config.num_proposals,
+            confidence_threshold=None,
+        )
+        self._replays.append((temperature, replay))
+
+    def on_validation_epoch_end(self) -> None:
+        replays, self._replays = self._replays, []
+        accepted = self.all_reduce_sum(torch.tensor(float(sum(r.accepted.sum() for _, r in replays)), device=self.device))
+        rounds = self.all_reduce_sum(torch.tensor(float(sum(r.rounds for _, r in replays)), device=self.device))
+        if self.trainer.sanity_checking or float(rounds) == 0:
+            return
+        tau = tau_from_counts(float(accepted), float(rounds))
+        self.metrics.add("val_accepted", accepted, rounds)
+        self.log("tau", tau, prog_bar=True, rank_zero_only=True)
+        if self.run is not None and self.trainer.is_global_zero:
+            facts = {"step": self.global_step, "validation_tau": tau}
+            save_draft(self.draft, self.run.checkpoints / "last", self.contract, facts)
+            if tau > self.best_tau:
+                save_draft(self.draft, self.run.checkpoints / "best", self.contract, facts)
+        self.best_tau = max(self.best_tau, tau)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["best_tau"] = self.best_tau
+        checkpoint["contract"] = vars(self.contract)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        Contract(**checkpoint["contract"]).check(self.contract, mine="the checkpoint", theirs="this run's configuration")
+        self.best_tau = checkpoint["best_tau"]
+
+
+class MetricTotals:
+    """Sums and counts since the last flush, kept on the device so that adding never waits for it."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def add(self, name: str, total: Tensor, count: Tensor) -> None:
+        old = self.totals.get(name)
+        total, count = total.detach().double(), count.detach().double()
+        self.totals[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
+
+    def flush(self) -> dict[str, tuple[float, float]]:
+        """Name -> (total, count), omitting metrics without a single count."""
+        values = {name: (float(t), float(c)) for name, (t, c) in self.totals.items()}
+        self.totals = {}
+        return {name: pair for name, pair in values.items() if pair[1] > 0}
+
+
+class MetricsTable(Callback):
+    """Writes `metrics.parquet` (run_id, step, name, total, count) and hands running means to Lightning's loggers."""
+
+    def __init__(self, run: Run, every: int) -> None:
+        self.run, self.every = run, every
+        self.records: list[dict[str, Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"records": self.records}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.records = state["records"]
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: DraftModule, *_: Any) -> None:
+        if trainer.global_step % self.every == 0 and trainer.fit_loop._should_accumulate() is False:
+            self._collect(trainer, module)
+
+    def on_validation_end(self, trainer: L.Trainer, module: DraftModule) -> None:
+        if not trainer.sanity_checking:
+            self._collect(trainer, module)
+            self._write(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, module: DraftModule) -> None:
+        self._collect(trainer, module)
+        self._write(trainer)
+
+    def _collect(self, trainer: L.Trainer, module: DraftModule) -> None:
+        flushed = module.metrics.flush()
+        for name, (total, count) in flushed.items():
+            self.records.append(
+                {"run_id": self.run.path.name, "step": trainer.global_step, "name": name, "total": total, "count": count}
+            )
+        means = {name: total / count for name, (total, count) in flushed.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(means, step=trainer.global_step)
+        if "loss" in means:
+            trainer.callback_metrics["loss"] = torch.tensor(means["loss"])
+            trainer.progress_bar_metrics["loss"] = means["loss"]
+
+    def _write(self, trainer: L.Trainer) -> None:
+        if trainer.is_global_zero and self.records:
+            write_table(pd.DataFrame(self.records), self.run.path / "metrics.parquet")
+
+
+class BadFeatures(Callback):
+    """Stops the run once too many documents held non-finite features; they are skipped and counted until then."""
+
+    def __init__(self, rows: PackedRows, max_fraction: float) -> None:
+        self.rows, self.max_fraction = rows, max_fraction
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: DraftModule, *_: Any) -> None:
+        if self.rows.bad_documents > max(1.0, self.max_fraction * len(self.rows.documents)):
+            raise ValueError(
+                f"{self.rows.bad_documents} documents with NaN or infinite features were skipped, more than "
+                f"{self.max_fraction:.1%} of {len(self.rows.documents)}. The cache is damaged: collect it again."
+            )
+
+
+class DraftData(L.LightningDataModule):
+    """Packed training rows and held-out documents of one feature cache; owns the position in the training stream."""
+
+    def __init__(
+        self,
+        *,
+        cache: FeatureCache,
+        rows: PackedRows,
+        validation: list[int],
+        rows_per_batch: int,
+        total_batches: int,
+        num_workers: int,
+    ) -> None:
+        super().__init__()
+        self.cache, self.rows, self.validation = cache, rows, validation
+        self.rows_per_batch, self.total_batches, self.num_workers = rows_per_batch, total_batches, num_workers
+        self.consumed = 0
+
+    def train_dataloader(self) -> DataLoader:
+        sampler = StreamSampler(
+            self.total_batches, self.rows_per_batch, self.consumed, self.trainer.global_rank, self.trainer.world_size
+        )
+        workers = {"persistent_workers": True, "prefetch_factor": 4} if self.num_workers else {}
+        return DataLoader(
+            self.rows,
+            batch_sampler=sampler,
+            collate_fn=stack_rows,
+            num_workers=self.num_workers,
+            multiprocessing_context="forkserver" if self.num_workers else None,
+            pin_memory=torch.cuda.is_available(),
+            **workers,
+        )
+
+    def val_dataloader(self) -> DataLoader:
+        documents = HeldOutDocuments(self.cache, self.validation, dtype=self.rows.dtype)
+        rank, world = self.trainer.global_rank, self.trainer.world_size
+        return DataLoader(
+            _RankShare(documents, rank, world), batch_size=None, collate_fn=partial(_with_temperature, cache=self.cache)
+        )
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        if isinstance(batch, DraftBatch):
+            return batch.to(device, non_blocking=True)
+        inner, number, temperature = batch
+        return inner.to(device), number, temperature
+
+    def state_dict(self) -> dict[str, int]:
+        trainer = self.trainer
+        return {"consumed": trainer.global_step * trainer.accumulate_grad_batches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.consumed = state["consumed"]
+
+
+class _RankShare(torch.utils.data.Dataset):
+    """Every `world`-th held-out document, rank r from the r-th on. Replay sums need no equal shares."""
+
+    def __init__(self, documents: HeldOutDocuments, rank: int, world: int) -> None:
+        self.documents, self.places = documents, range(rank, len(documents), world)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, place: int) -> tuple[DraftBatch, int]:
+        return self.documents[self.places[place]]
+
+
+def _with_temperature(item: tuple[DraftBatch, int], cache: FeatureCache) -> tuple[DraftBatch, int, float]:
+    batch, number = item
+    return batch, number, cache.info(number).temperature
+
+
+def checkpoint_path(run: Run) -> Path:
+    """The trainer's full state for resuming. Raises ValueError when there is none."""
+    path = run.checkpoints / "last.ckpt"
+    if not path.is_file():
+        raise ValueError(f"run {run.path.name} has no checkpoints/last.ckpt to resume from; start a new run instead.")
+    return path

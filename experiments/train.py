@@ -1,0 +1,306 @@
+"""Train a DSpark draft on a feature cache: `python -m experiments.train [overrides]`.
+
+With no argument it trains the embedded default (and collects its cache first when there is none). The last line says what was
+reached and where the run is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import time
+import warnings
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from dspark.config import Contract
+from dspark.data.batches import PackedRows
+from dspark.data.features import FeatureCache
+from dspark.nn.draft import Draft
+from dspark.runs import Run, RunManifest, current_command, load_draft, new_run_id
+from dspark.training import BadFeatures, DraftData, DraftModule, MetricsTable, checkpoint_path
+from dspark.vocab import VocabMap
+from dspark.warm_start import bigram_counts, start_from_bigrams, start_from_draft, start_from_verifier_layers
+from experiments.build import (
+    build_draft,
+    build_draft_config,
+    build_loss,
+    build_optimizer,
+    build_vocab,
+    check_keys,
+    response_counts,
+)
+from experiments.cli import command
+from experiments.collect import ensure_cache, load_verifier
+from experiments.evaluate import replay_split
+
+console = Console()
+
+
+@command("train")
+def main(cfg: DictConfig) -> None:
+    train(cfg)
+
+
+def train(cfg: DictConfig) -> Run:
+    """The whole run: cache, draft, optimisation with replay validation, and the test split. Returns the finished run."""
+    check_keys(cfg)
+    started = time.time()
+    resumed = Run.open(cfg.resume) if cfg.resume else None
+    if resumed is not None:
+        checkpoint_path(resumed)  # refuse before any expensive work
+    L.seed_everything(cfg.seed, verbose=False)
+    quiet()
+    cache = ensure_cache(cfg)
+    rows, validation = split_documents(cfg, cache)
+    precision = resolve_precision(cfg.trainer.precision, cfg.trainer.accelerator)
+    frozen_dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
+    vocab = build_vocab(cfg, cache.manifest, response_counts(cache, rows.documents))
+    draft = build_draft(cfg, build_draft_config(cfg, cache.manifest, len(vocab)), cache, vocab, frozen_dtype)
+    contract = cache.contract().merged(
+        **{k: v for k, v in vars(draft.contract).items() if v is not None}
+    )
+    cache.contract().check(draft.contract, mine=f"cache {cache.path}", theirs="the draft's configuration")
+    if resumed is None:
+        start_weights(cfg, draft, contract, cache, rows.documents, vocab)
+
+    run = resumed or start_run(cfg, cache, rows)
+    console.print(describe(cfg, draft, cache, rows, precision, run), highlight=False)
+    module = DraftModule(
+        draft=draft,
+        contract=contract,
+        loss=build_loss(cfg),
+        optimizer=build_optimizer(cfg),
+        confidence_detach_inputs=bool(cfg.confidence.detach_inputs),
+        chunk_rows=int(cfg.trainer.chunk_rows),
+        verifier_norm=verifier_norm(cache),
+        run=run,
+    )
+    data = DraftData(
+        cache=cache,
+        rows=rows,
+        validation=validation,
+        rows_per_batch=int(cfg.trainer.rows_per_batch),
+        total_batches=int(cfg.trainer.max_steps) * int(cfg.trainer.accumulate),
+        num_workers=int(cfg.trainer.num_workers),
+    )
+    trainer = build_trainer(cfg, run, rows, precision)
+    try:
+        training_started = time.time()
+        trainer.fit(module, data, ckpt_path=checkpoint_path(run) if resumed else None, weights_only=False)
+        seconds = time.time() - training_started
+        results = finish(cfg, run, cache, seconds, module, trainer)
+    except BaseException as error:
+        run.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", {"error": str(error)[:500]})
+        raise
+    console.print(last_line(run, results, time.time() - started), highlight=False, soft_wrap=True)
+    return run
+
+
+def quiet() -> None:
+    """Lightning's tips and device banners say nothing about the run."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module="lightning.*")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def split_documents(cfg: DictConfig, cache: FeatureCache) -> tuple[PackedRows, list[int]]:
+    """Training rows and the validation documents, evenly spread over the split."""
+    train_documents = cache.select(split="train")
+    validation = cache.select(split="validation")
+    if not validation:
+        raise ValueError(f"{cache.path} has no validation documents; collect prompts of a `validation` split too.")
+    wanted = min(int(cfg.trainer.val_documents), len(validation))
+    validation = [validation[i * len(validation) // wanted] for i in range(wanted)]
+    rows = PackedRows(
+        cache,
+        train_documents,
+        seq_length=int(cfg.trainer.seq_length),
+        anchors=int(cfg.trainer.anchors),
+        seed=int(cfg.seed),
+        dtype=torch.bfloat16,
+    )
+    return rows, validation
+
+
+def resolve_precision(precision: str, accelerator: str) -> str:
+    """`auto` is bf16-mixed on CUDA and on processors with bf16 matrix units, else 32-true."""
+    if precision != "auto":
+        return precision
+    if accelerator != "cpu" and torch.cuda.is_available():
+        return "bf16-mixed"
+    return "bf16-mixed" if torch.backends.mkldnn.is_available() and _has_matrix_units() else "32-true"
+
+
+def _has_matrix_units() -> bool:
+    with contextlib.suppress(AttributeError):
+        return bool(torch.cpu._is_amx_tile_supported())
+    return False
+
+
+def verifier_norm(cache: FeatureCache) -> tuple[torch.Tensor, float] | None:
+    """(weight, eps) of the verifier's final norm where the cache holds states from before it."""
+    if cache.manifest.last == "post_norm":
+        return None
+    return cache.verifier_weights()["norm.weight"], cache.manifest.verifier.rms_norm_eps
+
+
+def start_weights(
+    cfg: DictConfig, draft: Draft, contract: Contract, cache: FeatureCache, documents: list[int], vocab: VocabMap
+) -> None:
+    """Set the trainable weights' start: an earlier draft, or the verifier's layers and a bigram table as configured."""
+    if cfg.warm_start:
+        folder = Run.open(cfg.warm_start).checkpoint("best")
+        earlier, earlier_contract, _ = load_draft(folder, attention_backend="grouped")
+        kept = start_from_draft(draft, earlier, earlier_contract, current=contract, convert_layout=bool(cfg.convert_layout))
+        console.print(f"warm start from {folder}" + (f"; new: {', '.join(kept)}" if kept else ""))
+        return
+    if cfg.draft.init not in ("verifier_layers", "random"):
+        raise ValueError(f"draft.init is {cfg.draft.init!r}; expected verifier_layers or random.")
+    if cfg.head.init not in ("bigram", "zeros"):
+        raise ValueError(f"head.init is {cfg.head.init!r}; expected bigram or zeros.")
+    if cfg.draft.init == "verifier_layers":
+        config = draft.config
+        verifier = load_verifier(cfg)
+        cache.contract().check(
+            Contract(verifier_sha=verifier.info.weights_sha), mine=f"cache {cache.path}", theirs=f"verifier {verifier.info.name}"
+        )
+        first = verifier.info.num_layers - config.num_layers
+        layers = [verifier.layer_weights(first + i) for i in range(config.num_layers)]
+        sample = torch.cat([cache[d].aux for d in documents[:8]])
+        # The tap closest to what the first copied layer reads: the residual stream after `first` layers.
+        tap = min(range(len(config.aux_layer_ids)), key=lambda i: abs(config.aux_layer_ids[i] - first))
+        start_from_verifier_layers(draft, layers, verifier.final_norm_weight(), tap, sample)
+    if cfg.head.init == "bigram" and draft.markov_head is not None:
+        start_from_bigrams(draft, *bigram_counts([cache.tokens(d) for d in documents], vocab), strength=1.0)
+
+
+def start_run(cfg: DictConfig, cache: FeatureCache, rows: PackedRows) -> Run:
+    """Create the run folder with everything needed to say what this run is."""
+    resolved = OmegaConf.to_yaml(cfg, resolve=True)
+    overrides = task_overrides()
+    ablation = next((o.split("=", 1)[1] for o in overrides if o.lstrip("+").startswith("ablation=")), "default")
+    label = cfg.label or ablation.strip("[]").replace(",", "+")
+    manifest = cache.manifest
+    return Run.create(
+        Path(cfg.runs),
+        RunManifest(
+            run_id=new_run_id(label, int(cfg.seed)),
+            command=current_command(),
+            overrides=overrides,
+            config_sha=hashlib.sha256(resolved.encode()).hexdigest()[:12],
+            seed=int(cfg.seed),
+            verifier={
+                "name": manifest.verifier.name,
+                "weights_sha": manifest.verifier.weights_sha,
+                "revision": manifest.verifier.revision,
+            },
+            data={
+                "cache": str(cache.path),
+                "prompts_sha": manifest.prompts_sha,
+                "responses_by": manifest.responses_by,
+                "documents": len(rows.documents),
+                "cropped": rows.cropped,
+            },
+            parent={"warm_start": str(cfg.warm_start)} if cfg.warm_start else None,
+        ),
+        resolved,
+    )
+
+
+def task_overrides() -> list[str]:
+    """The overrides of this run as typed; empty when called from Python."""
+    from hydra.core.hydra_config import HydraConfig
+
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+
+
+def describe(
+    cfg: DictConfig, draft: Draft, cache: FeatureCache, rows: PackedRows, precision: str, run: Run
+) -> str:
+    """What is about to be trained, in a few lines."""
+    config = draft.config
+    trained = sum(p.numel() for p in draft.parameters())
+    layout = "anchor-first" if config.sample_from_anchor else "fill-in"
+    gamma = cfg.loss.decay_gamma
+    return (
+        f"[bold]DSpark draft[/bold] of {cache.manifest.verifier.name}: {config.num_layers} layers x {config.hidden_size}, "
+        f"block {config.block_size} {layout} (N = {config.num_proposals}), head {config.head} rank {config.markov_rank}, "
+        f"vocabulary {config.draft_vocab_size}/{config.vocab_size}, {trained / 1e6:.1f} M trained parameters\n"
+        f"data {cache.path}: {len(rows.documents)} documents in {rows.rows_per_epoch} rows of {rows.seq_length} tokens; "
+        f"{cfg.trainer.max_steps} steps of {cfg.trainer.anchors} anchors, {precision}, "
+        f"decay_gamma {gamma if gamma is not None else 'off'}\nrun {run.path}"
+    )
+
+
+def build_trainer(cfg: DictConfig, run: Run, rows: PackedRows, precision: str) -> L.Trainer:
+    """Lightning's trainer; distribution is its strategies' business."""
+    options = cfg.trainer
+    callbacks: list[Callback] = [
+        MetricsTable(run, every=int(options.log_every)),
+        BadFeatures(rows, float(options.max_bad_fraction)),
+        ModelCheckpoint(dirpath=run.checkpoints, filename="last", save_top_k=1, enable_version_counter=False),
+    ]
+    if options.progress:
+        callbacks.append(RichProgressBar(leave=True))
+    steps = int(options.max_steps)
+    return L.Trainer(
+        max_steps=steps,
+        max_epochs=-1,
+        max_time={"minutes": float(options.max_minutes)} if options.max_minutes else None,
+        accelerator=options.accelerator,
+        devices=options.devices,
+        num_nodes=int(options.num_nodes),
+        strategy=options.strategy,
+        precision=precision,
+        accumulate_grad_batches=int(options.accumulate),
+        gradient_clip_val=float(options.clip) if options.clip else None,
+        val_check_interval=min(int(options.val_every), steps) * int(options.accumulate),
+        check_val_every_n_epoch=None,
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+        logger=[CSVLogger(run.path, name="", version="logs"), TensorBoardLogger(run.path, name="", version="logs")],
+        callbacks=callbacks,
+        enable_progress_bar=bool(options.progress),
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=run.path,
+    )
+
+
+def finish(
+    cfg: DictConfig, run: Run, cache: FeatureCache, seconds: float, module: DraftModule, trainer: L.Trainer
+) -> dict[str, object]:
+    """Replay the test split with the best draft and close the manifest."""
+    results: dict[str, object] = {
+        "steps": trainer.global_step,
+        "train_seconds": round(seconds, 1),
+        "validation_tau": round(module.best_tau, 4),
+    }
+    if cfg.test and trainer.is_global_zero:
+        results |= replay_split(run, cache, split="test")
+    run.finish("complete", results)
+    return results
+
+
+def last_line(run: Run, results: dict[str, object], seconds: float) -> str:
+    if "tau" not in results:
+        return f"done in {seconds:.0f} s: validation tau {results['validation_tau']}; run {run.path}"
+    alpha = " ".join(f"{value:.2f}" for value in results["alpha"])
+    return (
+        f"[bold]tau {results['tau']:.3f}[/bold] on {results['documents']} held-out test documents "
+        f"(greedy drafts, bonus token included), mean accepted {results['accepted']:.3f}, alpha@1..{len(results['alpha'])} {alpha}; "
+        f"{results['train_seconds']:.0f} s of training, {seconds:.0f} s in all; run {run.path}"
+    )
+
+
+if __name__ == "__main__":
+    main()

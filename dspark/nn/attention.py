@@ -39,7 +39,7 @@ def resolve_backend(backend: str, device: torch.device) -> str:
 
 
 def plan_attention(
-    batch: DraftBatch, block_size: int, windows: set[int | None], backend: str
+    batch: DraftBatch, block_size: int, windows: set, backend: str
 ) -> dict[int | None, GroupedPlan | FlexPlan | DensePlan]:
     """Masks of one batch, computed once and shared by all layers: one plan for each window in use (None = full)."""
     kind = {"grouped": GroupedPlan, "flex": FlexPlan, "dense": DensePlan}[resolve_backend(backend, batch.anchors.device)]
@@ -56,6 +56,7 @@ def _dense_mask(
     key = torch.arange(lo, hi, device=device)
     to_context = visible(anchors[:, None, None], slot[None, :, None], starts[:, None, None], key[None, None, :], window)
     count = len(anchors)
+    to_context = to_context.expand(count, len(slot), len(key))  # without a window all slots see alike
     in_block = visible_in_block(slot[:, None], torch.arange(width, device=device)[None, :], window)
     own = torch.eye(count, dtype=torch.bool, device=device)
     to_blocks = own[:, None, :, None] & in_block[None, :, None, :]  # [A, q, A, Q]

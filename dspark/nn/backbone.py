@@ -8,7 +8,7 @@ names are those of served checkpoints, so exporting renames nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dspark.config import DraftConfig
 
 
+@runtime_checkable
 class Attends(Protocol):
     """What a layer needs of an attention form; see `dspark.nn.attention`."""
 

@@ -221,6 +221,7 @@ class RaggedPlan:
         anchor = self.lengths[:, None, None]
         to_context = visible(anchor, slot[None, :, None], torch.zeros_like(anchor), key[None, None, :], self.window)
         own = visible_in_block(slot[:, None], torch.arange(self.width, device=device)[None, :], self.window)
+        to_context = to_context.expand(len(q), len(slot), len(key))
         mask = torch.cat([to_context, own.expand(len(q), *own.shape)], dim=-1).unsqueeze(1)  # [B, 1, q, T+Q]
         k = torch.cat([k_context, k_block.squeeze(1)], dim=1).transpose(1, 2)
         v = torch.cat([v_context, v_block.squeeze(1)], dim=1).transpose(1, 2)

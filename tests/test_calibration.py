@@ -1,0 +1,394 @@
+"""Reliability, scaling and its file: hand-derived numbers, known truths recovered, honest refusals."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from scipy.special import expit
+from sklearn.metrics import brier_score_loss, roc_auc_score
+from sklearn.metrics import log_loss as sk_log_loss
+
+from dspark import calibration as cal
+from tests.slot_tables import synthetic_slots
+
+GRID = cal.temperature_grid(low=0.25, high=4.0, points=81)
+
+
+def measured(p, y, w=None, **kw):
+    p, y = np.asarray(p, dtype=float), np.asarray(y, dtype=float)
+    w = np.ones_like(p) if w is None else np.asarray(w, dtype=float)
+    p, y, w = p[w > 0], y[w > 0], w[w > 0]
+    return cal.measure(p, y, w, **{"bins": 10, "binning": "width"} | kw)
+
+
+@pytest.fixture(scope="module")
+def hot() -> cal.Rounds:
+    """A head whose logits are twice too large."""
+    return cal.rounds_of(synthetic_slots(split="validation", prompts=60, tokens=80, heat=2.0, seed=1))
+
+
+@pytest.fixture(scope="module")
+def fitted(hot) -> cal.Fitted:
+    return cal.fit(
+        hot,
+        run_id="synthetic",
+        grid=GRID,
+        bins=15,
+        binning="width",
+        signals=cal.FREE_SIGNALS,
+        source={"set": "validation"},
+    )
+
+
+def test_ece_brier_and_bias_of_a_hand_computed_case():
+    # Two bins: [0.2, 0.2] with one kept of two, [0.9, 0.9] with none kept of two.
+    out = measured([0.2, 0.2, 0.9, 0.9], [1, 0, 0, 0])
+    assert out["ece"] == pytest.approx(0.5 * 0.3 + 0.5 * 0.9)
+    assert out["brier"] == pytest.approx((0.64 + 0.04 + 0.81 + 0.81) / 4)
+    assert out["mean_bias"] == pytest.approx(0.55 - 0.25)
+    assert out["base_rate"] == pytest.approx(0.25)
+
+
+def test_hard_labels_agree_with_scikit_learn_also_when_weighted():
+    rng = np.random.default_rng(0)
+    p, w = np.round(rng.random(500), 2), rng.random(500)
+    y = (rng.random(500) < p**2).astype(float)
+    out = measured(p, y, w)
+    assert out["auc"] == pytest.approx(roc_auc_score(y, p, sample_weight=w), abs=1e-9)
+    assert out["brier"] == pytest.approx(brier_score_loss(y, p, sample_weight=w), abs=1e-9)
+    clipped = np.clip(p, 1e-6, 1 - 1e-6)
+    assert out["log_loss"] == pytest.approx(sk_log_loss(y, clipped, sample_weight=w), abs=1e-9)
+
+
+def test_a_soft_label_counts_as_the_expectation_over_its_outcomes():
+    rng = np.random.default_rng(1)
+    p, soft = rng.random(400), rng.random(400)
+    both = measured(np.r_[p, p], np.r_[np.ones(400), np.zeros(400)], np.r_[soft, 1 - soft])
+    out = measured(p, soft)
+    for metric in cal.METRICS:
+        assert out[metric] == pytest.approx(both[metric], abs=1e-9), metric
+
+
+def test_equal_mass_bins_carry_equal_weight_and_survive_ties():
+    rng = np.random.default_rng(2)
+    p, w = rng.random(3000) ** 3, rng.random(3000)
+    rows = cal.reliability(p, p, w, bins=10, binning="mass")
+    assert len(rows) == 10
+    assert rows["weight"].to_numpy() == pytest.approx(0.1, abs=0.005)
+    tied = cal.reliability(np.full(50, 0.7), np.ones(50), np.ones(50), bins=10, binning="mass")
+    assert len(tied) == 1
+    assert tied["weight"].sum() == pytest.approx(1.0)
+
+
+def test_unknown_binning_is_refused():
+    with pytest.raises(ValueError, match="'width' or 'mass'"):
+        measured([0.5], [1.0], binning="log")
+
+
+def test_auc_without_both_outcomes_is_not_a_number():
+    assert np.isnan(measured([0.2, 0.8], [1, 1])["auc"])
+
+
+@given(arrays(np.float64, (7, 5), elements=st.floats(0, 1)))
+def test_the_product_of_conditionals_is_the_prefix_probability(c):
+    prefix = cal.p_prefix_survives(c)
+    assert (np.diff(prefix, axis=1) <= 0).all()
+    for k in range(5):
+        np.testing.assert_allclose(prefix[:, k], c[:, : k + 1].prod(1))
+
+
+def test_slots_table_names_agree_with_the_product():
+    slots = synthetic_slots(split="test", prompts=2)
+    rounds = cal.rounds_of(slots)
+    whole = rounds.present.all(1)
+    from_table = slots.pivot_table(
+        index=["doc_id", "anchor"], columns="position", values="p_prefix_survives", sort=False
+    )
+    product = cal.p_prefix_survives(rounds.values["confidence"])
+    np.testing.assert_allclose(product[whole], from_table.to_numpy()[whole])
+
+
+@pytest.mark.parametrize("mode", ["replay", "decode"])
+def test_rounds_carry_visits_survival_and_conditionals(mode):
+    slots = synthetic_slots(split="test", mode=mode, prompts=3)
+    rounds = cal.rounds_of(slots.sample(frac=1, random_state=0))
+    assert rounds.frame["visit"].sum() == pytest.approx(slots.loc[slots["position"] == 1, "reached"].sum())
+    conditional, reached = rounds.accept_given_reached, rounds.reached
+    known = reached > 0
+    np.testing.assert_allclose(conditional[known], rounds.values["r"][known])
+    visited = rounds.frame["visit"].to_numpy() > 0
+    expected = np.cumprod(np.nan_to_num(rounds.values["r"]), axis=1)
+    np.testing.assert_allclose(rounds.survives[visited], expected[visited], atol=1e-12)
+    if mode == "decode":
+        assert set(np.unique(rounds.survives)) <= {0.0, 1.0}
+
+
+def test_rounds_refuse_missing_columns_empty_tables_and_duplicates():
+    slots = synthetic_slots(split="test", prompts=1)
+    with pytest.raises(ValueError, match=r"lacks columns \['margin'\]"):
+        cal.rounds_of(slots.drop(columns="margin"))
+    with pytest.raises(ValueError, match="empty"):
+        cal.rounds_of(slots.iloc[:0])
+    with pytest.raises(ValueError, match="twice"):
+        cal.rounds_of(pd.concat([slots, slots.iloc[[3]]]))
+
+
+def test_sequential_scaling_recovers_the_temperature_that_was_put_in(fitted):
+    # The head's logits are doubled; dividing them by 2 makes it exact at every position.
+    assert np.array(fitted.calibration.temperatures) == pytest.approx(2.0, rel=0.2)
+
+
+@pytest.mark.parametrize("mode", ["replay", "decode"])
+def test_scaling_lowers_prefix_ece_on_prompts_it_has_not_seen(fitted, mode):
+    fresh = cal.rounds_of(synthetic_slots(split="test", mode=mode, prompts=60, tokens=80, heat=2.0, seed=2))
+    table = fitted.prefix(fresh)
+    survives, weight = fresh.survives, fresh.prefix_weight
+    for k in range(fresh.num_proposals):
+        before, after = (
+            measured(table[("confidence", stage)][:, k], survives[:, k], weight[:, k])["ece"]
+            for stage in ("raw", "sts")
+        )
+        assert after < before
+        assert after < 0.035
+
+
+def test_earlier_positions_stay_fixed_while_later_ones_are_fitted(hot):
+    logits = cal.clipped_logit(hot.values["confidence"])
+    args = {"grid": GRID, "bins": 10, "binning": "width"}
+    whole = cal.fit_sequential_temperatures(logits, hot.survives, hot.prefix_weight, **args)
+    first = cal.fit_sequential_temperatures(
+        logits[:, :3], hot.survives[:, :3], hot.prefix_weight[:, :3], **args
+    )
+    np.testing.assert_array_equal(whole[:3], first)
+
+
+@pytest.mark.parametrize("binning", ["width", "mass"])
+def test_the_grid_search_equals_the_plain_definition(binning):
+    rounds = cal.rounds_of(synthetic_slots(split="validation", prompts=3, heat=1.6, seed=3))
+    logits, grid = (
+        np.nan_to_num(cal.clipped_logit(rounds.values["confidence"])),
+        cal.temperature_grid(low=0.5, high=3.0, points=9),
+    )
+    chosen = cal.fit_sequential_temperatures(
+        logits, rounds.survives, rounds.prefix_weight, grid=grid, bins=8, binning=binning
+    )
+    before = np.ones(len(rounds))
+    for k in range(rounds.num_proposals):
+        used = rounds.prefix_weight[:, k] > 0
+        errors = [
+            measured(
+                (before * expit(logits[:, k] / t))[used],
+                rounds.survives[used, k],
+                rounds.prefix_weight[used, k],
+                bins=8,
+                binning=binning,
+            )["ece"]
+            for t in grid
+        ]
+        assert errors[int(np.flatnonzero(grid == chosen[k])[0])] == pytest.approx(min(errors), abs=1e-9)
+        before = before * expit(logits[:, k] / chosen[k])
+
+
+def test_a_perfect_head_keeps_temperature_one_when_candidates_tie():
+    ones = np.ones((40, 2))
+    np.testing.assert_array_equal(
+        cal.fit_sequential_temperatures(
+            np.zeros((40, 2)), ones * 0.5, ones, grid=GRID, bins=1, binning="width"
+        )[:1],
+        [1.0],
+    )
+
+
+def test_affine_recovers_scale_and_shift():
+    rounds = cal.rounds_of(
+        synthetic_slots(split="validation", prompts=80, tokens=80, heat=2.0, shift=0.6, seed=4)
+    )
+    scale, shift = cal.fit_affine(
+        cal.clipped_logit(rounds.values["confidence"]), rounds.accept_given_reached, rounds.reached
+    )
+    assert scale == pytest.approx(0.5, abs=0.05)
+    assert shift == pytest.approx(-0.3, abs=0.08)
+
+
+def test_folding_the_affine_changes_the_logit_and_nothing_else():
+    rng = np.random.default_rng(5)
+    weight, bias, z = rng.standard_normal((1, 6)), rng.standard_normal(1), rng.standard_normal((9, 6))
+    w, b = cal.fold_affine(weight, bias, 0.4, -0.7)
+    np.testing.assert_allclose(z @ w.T + b, 0.4 * (z @ weight.T + bias) - 0.7)
+
+
+def test_folded_tensors_keep_their_dtype():
+    import torch
+
+    w, b = cal.fold_affine(
+        torch.ones(1, 4, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16), 0.5, 0.25
+    )
+    assert w.dtype == b.dtype == torch.bfloat16
+    assert w.tolist() == [[0.5] * 4]
+    assert b.tolist() == [0.75]
+
+
+def test_free_signals_are_mapped_to_rates_that_are_right_on_average(hot, fitted):
+    for name in cal.FREE_SIGNALS:
+        predicted = fitted.conditional(hot)[(name, "mapped")]
+        for k in range(hot.num_proposals):
+            out = measured(
+                predicted[hot.reached[:, k] > 0, k],
+                hot.accept_given_reached[hot.reached[:, k] > 0, k],
+                hot.reached[hot.reached[:, k] > 0, k],
+            )
+            assert abs(out["mean_bias"]) < 1e-3, (name, k)
+
+
+def test_an_unknown_signal_is_refused():
+    with pytest.raises(ValueError, match="max_prob"):
+        cal.signal_score("vibes", np.ones(3))
+
+
+def test_isotonic_is_the_best_monotone_map_on_its_own_set(hot, fitted):
+    table = fitted.prefix(hot)
+    for k in range(hot.num_proposals):
+        brier = {
+            stage: measured(
+                np.nan_to_num(table[("confidence", stage)][:, k]), hot.survives[:, k], hot.prefix_weight[:, k]
+            )["brier"]
+            for stage in ("raw", "affine", "sts", "isotonic")
+        }
+        if k == 0:
+            assert brier["isotonic"] <= min(brier.values()) + 1e-12
+        assert brier["isotonic"] <= brier["raw"] + 1e-12
+
+
+def test_bootstrap_intervals_hold_the_point_and_shrink_with_prompts(hot):
+    kw = {"bins": 10, "binning": "width"}
+    widths = []
+    for count in (20, 160):
+        keep = hot.frame["prompt_id"].isin(hot.frame["prompt_id"].unique()[:count]).to_numpy()
+        part = hot.take(keep)
+        p = cal.p_prefix_survives(part.values["confidence"])[:, 0]
+        y, w = part.survives[:, 0], part.prefix_weight[:, 0]
+        spread = cal.bootstrap(
+            p, y, w, part.frame["prompt_id"].to_numpy(), draws=300, level=0.95, seed=0, **kw
+        )
+        point = cal.measure(p, y, w, **kw)
+        for metric in ("brier", "log_loss", "auc", "mean_bias"):
+            low, high = spread[metric]
+            assert low < point[metric] < high
+        widths.append(spread["mean_bias"][1] - spread["mean_bias"][0])
+    assert widths[1] < 0.6 * widths[0]
+
+
+def test_bootstrap_draws_prompts_not_slots():
+    # Slots of one prompt always agree: the interval must be as wide as for 10 prompts, not 10,000 slots.
+    rng = np.random.default_rng(6)
+    kept = (rng.random(10) < 0.5).astype(float)
+    y, prompt = np.repeat(kept, 1000), np.repeat(np.arange(10), 1000)
+    spread = cal.bootstrap(
+        np.full(10_000, 0.5),
+        y,
+        np.ones(10_000),
+        prompt,
+        bins=10,
+        binning="width",
+        draws=500,
+        level=0.95,
+        seed=0,
+    )
+    low, high = spread["mean_bias"]
+    assert high - low == pytest.approx(2 * 1.96 * np.sqrt(0.25 / 10), rel=0.25)
+
+
+def test_one_prompt_has_no_interval():
+    spread = cal.bootstrap(
+        np.array([0.5, 0.6]),
+        np.ones(2),
+        np.ones(2),
+        np.array(["a", "a"]),
+        bins=5,
+        binning="width",
+        draws=10,
+        level=0.9,
+        seed=0,
+    )
+    assert all(np.isnan(v).all() for v in spread.values())
+
+
+def test_report_has_every_predictor_domain_and_position():
+    small = {"prompts": 2, "tokens": 25, "num_proposals": 2, "heat": 2.0}
+    fitted = cal.fit(
+        cal.rounds_of(synthetic_slots(split="validation", seed=6, **small)),
+        run_id="synthetic",
+        grid=GRID,
+        bins=10,
+        binning="width",
+        signals=("max_prob", "entropy"),
+        source={},
+    )
+    report = cal.rounds_of(synthetic_slots(split="test", seed=7, **small))
+    metrics, bins = cal.report_table(fitted, report, bins=10, draws=20, level=0.95, seed=0)
+    assert set(metrics["domain"]) == {"all", "math", "code", "chat"}
+    assert set(metrics["position"]) == {1, 2}
+    stages = {("confidence", s) for s in ("raw", "affine", "sts", "isotonic")}
+    stages |= {("max_prob", "raw")} | {
+        (n, s) for n in ("max_prob", "entropy") for s in ("mapped", "sts", "isotonic")
+    }
+    by_quantity = {q: set(zip(t["signal"], t["stage"])) for q, t in metrics.groupby("quantity")}
+    assert by_quantity["p_prefix_survives"] == stages
+    assert by_quantity["p_accept_given_prefix"] == {s for s in stages if s[1] != "isotonic"}
+    key = ["quantity", "signal", "stage", "domain", "position", "binning"]
+    assert not metrics.duplicated([*key, "metric"]).any()
+    assert bins.groupby(key)["weight"].sum().to_numpy() == pytest.approx(1.0)
+
+
+def test_calibration_file_round_trips_and_refuses_strangers(tmp_path, fitted):
+    path = tmp_path / "calibration.json"
+    fitted.calibration.write(path)
+    assert cal.Calibration.read(path) == fitted.calibration
+    with pytest.raises(FileNotFoundError, match=r"experiments\.calibrate"):
+        cal.Calibration.read(tmp_path / "none.json")
+    content = json.loads(path.read_text())
+    for broken, message in (
+        ("{", "not JSON"),
+        (json.dumps({"a": 1}), "not a dspark-calibration"),
+        (json.dumps(content | {"version": 99}), "version 99"),
+        (json.dumps({k: v for k, v in content.items() if k != "scale"}), r"lacks \['scale'\]"),
+    ):
+        path.write_text(broken)
+        with pytest.raises(ValueError, match=message):
+            cal.Calibration.read(path)
+
+
+def test_a_calibration_of_another_block_length_is_refused(fitted):
+    with pytest.raises(ValueError, match="3 positions, calibration of run synthetic has 5"):
+        fitted.calibration.p_accept_given_prefix(np.full((2, 3), 0.5))
+
+
+def test_runs_without_a_head_few_rounds_and_shared_prompts_are_refused(hot):
+    blind = cal.rounds_of(synthetic_slots(split="test", prompts=1).assign(confidence=np.nan))
+    with pytest.raises(ValueError, match="no confidence head"):
+        cal.require_calibratable(blind, what="set test", min_rounds=1)
+    with pytest.raises(ValueError, match=r"has \d+ rounds; at least 1000000"):
+        cal.require_calibratable(hot, what="set validation", min_rounds=1_000_000)
+    with pytest.raises(ValueError, match="share 180 prompts"):
+        cal.require_disjoint(hot, hot, fit_name="a", report_name="b")
+    cal.require_disjoint(hot, blind, fit_name="a", report_name="b")
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    arrays(np.float64, (20, 3), elements=st.floats(0.01, 0.99)),
+    st.lists(st.floats(0.3, 3.0), min_size=3, max_size=3),
+)
+def test_scaling_keeps_the_order_within_a_position(c, temperatures):
+    calibration = cal.Calibration(
+        run_id="x", temperatures=tuple(temperatures), scale=1.0, shift=0.0, signals={}, fit={}, report={}
+    )
+    for raw, cooled in zip(c.T, calibration.p_accept_given_prefix(c).T):
+        order = np.argsort(raw, kind="stable")
+        assert (np.diff(cooled[order]) >= -1e-12).all()

@@ -1,7 +1,8 @@
 """How many tokens a round emits: survival, tau, conditional acceptance, and the exact replay of rounds along a text.
 
-One set of definitions for training, evaluation and figures. `accepted` counts kept drafts, `emitted = accepted + 1` counts the
-bonus token too, and tau is emitted tokens over verification rounds, bonus included.
+One set of definitions for training, evaluation and figures. `accepted` counts kept drafts that lie inside the text; tau is
+1 + accepted / rounds, so it includes the bonus token, as vLLM's mean acceptance length does. (The last round of a text may
+emit no bonus; emitted / rounds is therefore smaller than tau, by less than one token a text.)
 """
 
 from __future__ import annotations
@@ -47,12 +48,10 @@ def replay_visits(keep: np.ndarray) -> np.ndarray:
     return visits[:count]
 
 
-def replay_tau(keep: np.ndarray) -> tuple[float, float]:
-    """(emitted tokens, expected rounds) of one document; add both over documents, then tau = emitted / rounds.
-
-    The text has one token after each anchor, so `emitted` is the number of anchors.
-    """
-    return float(keep.shape[0]), float(replay_visits(keep).sum())
+def replay_counts(keep: np.ndarray) -> tuple[float, float]:
+    """(accepted drafts, verification rounds) expected over one document; add both over documents, then `tau_from_counts`."""
+    visits = replay_visits(keep)
+    return float((visits * np.cumprod(keep, axis=-1, dtype=np.float64).sum(-1)).sum()), float(visits.sum())
 
 
 def conditional_acceptance(reached: np.ndarray, accepted: np.ndarray) -> np.ndarray:

@@ -40,7 +40,10 @@ class DraftBatch:
     anchor_valid: Bool[Tensor, "B A"]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> DraftBatch:
-        return replace(self, **{f.name: getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)})
+        return replace(
+            self,
+            **{f.name: getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self)},
+        )
 
     def pin_memory(self) -> DraftBatch:
         return replace(self, **{f.name: getattr(self, f.name).pin_memory() for f in fields(self)})
@@ -75,7 +78,10 @@ def anchor_candidates(loss_mask: Bool[Tensor, "B S"], doc_start: Int[Tensor, "B 
 
 
 def sample_anchors(
-    loss_mask: Bool[Tensor, "B S"], doc_start: Int[Tensor, "B S"], num_anchors: int, generator: torch.Generator
+    loss_mask: Bool[Tensor, "B S"],
+    doc_start: Int[Tensor, "B S"],
+    num_anchors: int,
+    generator: torch.Generator,
 ) -> tuple[Int[Tensor, "B A"], Bool[Tensor, "B A"]]:
     """`num_anchors` candidates a row, uniformly without replacement, ascending; padded where a row has fewer.
 
@@ -104,7 +110,9 @@ def build_blocks(batch: DraftBatch, config: DraftConfig) -> Blocks:
     anchors, count, width = batch.anchors, config.num_proposals, config.block_size
     device = anchors.device
 
-    slot_ids = torch.full((*anchors.shape, width), config.mask_token_id, dtype=batch.input_ids.dtype, device=device)
+    slot_ids = torch.full(
+        (*anchors.shape, width), config.mask_token_id, dtype=batch.input_ids.dtype, device=device
+    )
     slot_ids[..., 0] = batch.input_ids.gather(1, anchors)
     slot_positions = batch.positions.gather(1, anchors).unsqueeze(-1) + torch.arange(width, device=device)
 
@@ -130,7 +138,9 @@ def _take(values: Tensor, index: Int[Tensor, "B A N"]) -> Tensor:
     return values.gather(1, index.flatten(1)).view(index.shape)
 
 
-def position_weights(num_proposals: int, decay_gamma: float | None, device: torch.device | str) -> Float[Tensor, " N"]:
+def position_weights(
+    num_proposals: int, decay_gamma: float | None, device: torch.device | str
+) -> Float[Tensor, " N"]:
     """Weight of proposal i: exp(-(i-1) / decay_gamma), one everywhere when `decay_gamma` is None     (paper 3.1).
 
     `decay_gamma` is in slots: the weight falls by a factor e over that many proposals.

@@ -56,7 +56,14 @@ class DraftConfig:
             raise ValueError(f"DraftConfig: {problem}")
 
     def _first_problem(self) -> str | None:
-        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        ):
             if getattr(self, name) < 1:
                 return f"{name} is {getattr(self, name)}; expected a positive integer."
         if self.num_heads % self.num_kv_heads:
@@ -85,7 +92,9 @@ class DraftConfig:
         if len(self.layer_types) != self.num_layers or set(self.layer_types) - set(LAYER_TYPES):
             return f"layer_types are {list(self.layer_types)}; expected {self.num_layers} entries out of {LAYER_TYPES}."
         if "sliding_attention" in self.layer_types and not (self.sliding_window and self.sliding_window > 0):
-            return f"sliding_window is {self.sliding_window}; sliding_attention layers need a positive window."
+            return (
+                f"sliding_window is {self.sliding_window}; sliding_attention layers need a positive window."
+            )
         if self.head not in HEAD_KINDS:
             return f"head is {self.head!r}; expected one of {HEAD_KINDS}."
         if (self.head == "none") != (self.markov_rank == 0):
@@ -124,7 +133,9 @@ class DraftConfig:
         known = {f.name for f in fields(cls)}
         unknown, missing = sorted(set(values) - known), sorted(known - set(values))
         if unknown or missing:
-            raise ValueError(f"DraftConfig: unknown keys {unknown}, missing keys {missing}; was it written by this version?")
+            raise ValueError(
+                f"DraftConfig: unknown keys {unknown}, missing keys {missing}; was it written by this version?"
+            )
         return cls(**values)
 
 

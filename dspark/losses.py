@@ -34,6 +34,7 @@ TERMS = ("ce", "tv", "l1", "kl", "rkl", "jsd", "nla", "lk_hybrid")
 TARGET_NORMS = ("verifier_vocab", "draft_vocab")
 CE_LABELS = ("text", "target_top1")
 LK_ETA = 3.0
+CPU_BLOCK_BYTES = 2 << 20  # of fp32 logits; about one core's second-level cache
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -52,13 +53,17 @@ class LossWeights:
         if unknown:
             raise ValueError(f"loss.terms has unknown names {unknown}; expected names out of {TERMS}.")
         if not any(self.terms.values()):
-            raise ValueError(f"loss.terms are {dict(self.terms)}: nothing to train. Give at least one of {TERMS} a weight.")
+            raise ValueError(
+                f"loss.terms are {dict(self.terms)}: nothing to train. Give at least one of {TERMS} a weight."
+            )
         if self.ce_label not in CE_LABELS:
             raise ValueError(f"loss.ce_label is {self.ce_label!r}; expected one of {CE_LABELS}.")
         if self.target_norm not in TARGET_NORMS:
             raise ValueError(f"loss.target_norm is {self.target_norm!r}; expected one of {TARGET_NORMS}.")
         if self.decay_gamma is not None and not self.decay_gamma > 0:
-            raise ValueError(f"loss.decay_gamma is {self.decay_gamma}; expected a positive number of slots, or null for none.")
+            raise ValueError(
+                f"loss.decay_gamma is {self.decay_gamma}; expected a positive number of slots, or null for none."
+            )
 
 
 @dataclass
@@ -93,39 +98,64 @@ class VocabularyLoss(torch.autograd.Function):
     """Weighted sum of loss terms over rows; the gradient is formed with the value, chunk by chunk."""
 
     @staticmethod
-    def forward(ctx, features, bias_features, bias_weight, head_weight, rows, weights, logit_scale, chunk_rows):  # noqa: ANN001
+    def forward(
+        ctx, features, bias_features, bias_weight, head_weight, rows, weights, logit_scale, chunk_rows
+    ):  # noqa: ANN001
         need_grad = any(ctx.needs_input_grad[:3])
         dtype = features.dtype
         joint = head_weight.to(dtype)
         if bias_weight is not None:
-            joint = torch.cat([joint, bias_weight.to(dtype)], dim=1)  # [V, H+R]: base logits and bias in one product
+            joint = torch.cat(
+                [joint, bias_weight.to(dtype)], dim=1
+            )  # [V, H+R]: base logits and bias in one product
         inputs = features if bias_features is None else torch.cat([features, bias_features.to(dtype)], dim=1)
         hidden = features.shape[1]
         stats = RowStats(*(torch.zeros(len(inputs), device=inputs.device) for _ in range(4)))
         grad_inputs = torch.zeros_like(inputs) if need_grad else None
-        grad_bias = torch.zeros_like(bias_weight, dtype=torch.float32) if need_grad and bias_weight is not None else None
+        grad_bias = (
+            torch.zeros_like(bias_weight, dtype=torch.float32)
+            if need_grad and bias_weight is not None
+            else None
+        )
         total = torch.zeros((), dtype=torch.float32, device=inputs.device)
 
         active = rows.weights.nonzero().squeeze(-1)
         for keep in active.split(chunk_rows):
             positions, target_row = torch.unique(rows.target_row[keep], return_inverse=True)
             target = target_probabilities(
-                rows.target[positions].to(dtype), rows.target_lse[positions], head_weight, logit_scale, weights.target_norm
+                rows.target[positions].to(dtype),
+                rows.target_lse[positions],
+                head_weight,
+                logit_scale,
+                weights.target_norm,
             )
+            target_top1 = target.argmax(-1) if weights.ce_label == "target_top1" else None
             chunk = inputs[keep]
-            logits = (chunk @ joint.T).float().mul_(logit_scale)
-            row_weights = rows.weights[keep]
-            parts, grad_logits = _terms_with_gradient(
-                logits, target, target_row, rows.labels[keep], weights, row_weights if need_grad else None
-            )
-            for name in ("alpha", "label_keep", "greedy_hit", "loss"):
-                getattr(stats, name)[keep] = getattr(parts, name)
-            total += (parts.loss * row_weights).sum()
+            logits = chunk @ joint.T
+            # Large products, small element-wise blocks: the latter stay in cache, and each block's gradient replaces its logits.
+            for block in torch.arange(len(keep)).split(block_rows(logits)):
+                part, at = slice(int(block[0]), int(block[-1]) + 1), keep[block]
+                place = target_row[block]
+                labels = rows.labels[at]
+                ce_labels = labels if target_top1 is None else target_top1[place]
+                row_weights = rows.weights[at]
+                parts, grad = terms_with_gradient(
+                    logits[part].float().mul_(logit_scale),
+                    target[place],
+                    labels,
+                    ce_labels,
+                    weights,
+                    row_weights if need_grad else None,
+                )
+                for name in ("alpha", "label_keep", "greedy_hit", "loss"):
+                    getattr(stats, name)[at] = getattr(parts, name)
+                total += (parts.loss * row_weights).sum()
+                if need_grad:
+                    logits[part] = grad.mul_(logit_scale)
             if need_grad:
-                grad_logits = grad_logits.mul_(logit_scale).to(dtype)
-                grad_inputs[keep] = grad_logits @ joint
+                grad_inputs[keep] = logits @ joint
                 if grad_bias is not None:
-                    grad_bias += grad_logits.T @ chunk[:, hidden:]
+                    grad_bias += logits.T @ chunk[:, hidden:]
         ctx.hidden = hidden
         ctx.save_for_backward(grad_inputs, grad_bias)
         ctx.mark_non_differentiable(*vars(stats).values())
@@ -155,7 +185,14 @@ def vocabulary_loss(
     """
     with torch.autocast(rows.features.device.type, enabled=False):
         total, *stats = VocabularyLoss.apply(
-            rows.features, rows.bias_features, bias_weight, head_weight, rows, weights, logit_scale, chunk_rows
+            rows.features,
+            rows.bias_features,
+            bias_weight,
+            head_weight,
+            rows,
+            weights,
+            logit_scale,
+            chunk_rows,
         )
     return total, RowStats(*stats)
 
@@ -178,25 +215,28 @@ def target_probabilities(
     return logits.sub_(lse.unsqueeze(-1)).exp_()
 
 
-def _terms_with_gradient(
+def block_rows(logits: Float[Tensor, "M V"]) -> int:
+    """Rows whose fp32 logits fit a CPU core's cache; on a GPU, all of them."""
+    return len(logits) if logits.is_cuda else max(1, CPU_BLOCK_BYTES // (4 * logits.shape[1]))
+
+
+def terms_with_gradient(
     logits: Float[Tensor, "M V"],
-    target: Float[Tensor, "P V"],
-    target_row: Int[Tensor, " M"],
+    p: Float[Tensor, "M V"],
     labels: Int[Tensor, " M"],
+    ce_labels: Int[Tensor, " M"],
     weights: LossWeights,
     row_weights: Float[Tensor, " M"] | None,
 ) -> tuple[RowStats, Float[Tensor, "M V"] | None]:
     """Values of all terms per row, and d(sum of row_weights * terms)/d(logits) when `row_weights` is given.
 
     Every divergence D(p, q) has d D / d logit_v = q_v (e_v - sum_u q_u e_u) with e = d D / d q; cross-entropy adds q - onehot.
-    The overlap needs only the set {q < p}: alpha = sum_{q<p} q + sum_{q>=p} p, with e = 1 on that set and 0 off it.
+    The overlap needs only the set {q < p}: alpha = sum_{q<p} q + sum_{q>=p} p, so e = -1 on that set and 0 off it. Terms
+    of that kind and cross-entropy therefore share one pass: q times one of two numbers a row.
     """
     top, top_index = logits.max(-1)
     q = logits.softmax(-1)
     lse = top - q.gather(1, top_index.unsqueeze(1)).squeeze(1).log()  # avoids a second pass of exponentials
-    p = target[target_row]
-    below = q < p
-    q_below = (q * below).sum(-1)
     alpha = torch.minimum(q, p).sum(-1).clamp_(max=1.0)
 
     known = labels >= 0
@@ -205,70 +245,69 @@ def _terms_with_gradient(
     p_label = p.gather(1, safe).squeeze(1)
     label_keep = torch.where(known, (q_label / p_label.clamp(min=TINY)).clamp(max=1.0), 0.0)
     greedy_hit = (known & (top_index == labels)).float()
-    if weights.ce_label == "text":
-        ce_known, ce_label = known, safe
-    else:
-        # The argmax of distinct positions, shared by the rows that look at the same one.
-        ce_label = target.argmax(-1)[target_row].unsqueeze(1)
-        ce_known = torch.ones_like(known)
 
+    scale = {name: weight for name, weight in weights.terms.items() if weight}
     loss = torch.zeros_like(alpha)
-    one = None if row_weights is None else row_weights
-    grad = None if one is None else torch.zeros_like(q)
+    overlap = torch.zeros_like(alpha)  # -d loss / d alpha
+    divergence = torch.full_like(alpha, scale.get("kl", 0.0))  # weight of kl
+    if "tv" in scale or "l1" in scale:
+        weight = scale.get("tv", 0.0) + 2.0 * scale.get("l1", 0.0)
+        loss += weight * (1.0 - alpha)
+        overlap += weight
+    if "nla" in scale:
+        floor = alpha.clamp(min=TINY)
+        loss -= scale["nla"] * floor.log()
+        overlap += scale["nla"] / floor
+    if "lk_hybrid" in scale:
+        blend = (-LK_ETA * alpha).exp()
+        loss += scale["lk_hybrid"] * (1.0 - blend) * (1.0 - alpha)
+        overlap += scale["lk_hybrid"] * (1.0 - blend)
+        divergence += scale["lk_hybrid"] * blend
+    ce_known = (ce_labels >= 0).float() * scale.get("ce", 0.0)
+    ce_place = ce_labels.clamp(min=0).unsqueeze(1)
+    if "ce" in scale:
+        loss += ce_known * (lse - logits.gather(1, ce_place).squeeze(1))
 
-    overlap_coefficient = torch.zeros_like(alpha)  # accumulates -d loss / d alpha
-    lk_blend = (-LK_ETA * alpha).exp()
-    kl_coefficient = torch.zeros_like(alpha)
-    for name, weight in weights.terms.items():
-        if not weight:
-            continue
-        if name == "ce":
-            value = torch.where(ce_known, lse - logits.gather(1, ce_label).squeeze(1), 0.0)
-            loss += weight * value
-            if grad is not None:
-                factor = (weight * one * ce_known).unsqueeze(1)
-                grad.addcmul_(q, factor)
-                grad.scatter_add_(1, ce_label, -factor)
-        elif name in ("tv", "l1"):
-            scale = weight * (2.0 if name == "l1" else 1.0)
-            loss += scale * (1.0 - alpha)
-            overlap_coefficient += scale
-        elif name == "nla":
-            loss -= weight * alpha.clamp(min=TINY).log()
-            overlap_coefficient += weight / alpha.clamp(min=TINY)
-        elif name == "lk_hybrid":
-            loss += weight * (1.0 - lk_blend) * (1.0 - alpha)
-            overlap_coefficient += weight * (1.0 - lk_blend)
-            kl_coefficient += weight * lk_blend
-        elif name == "kl":
-            kl_coefficient += weight
-        elif name == "rkl":
-            ratio = (logits - lse.unsqueeze(1)) - p.clamp(min=TINY).log()
-            value = (q * ratio).sum(-1)
-            loss += weight * value
-            if grad is not None:
-                grad += (weight * one).unsqueeze(1) * q * (ratio - value.unsqueeze(1))
-        elif name == "jsd":
-            middle = torch.log((0.5 * (p + q)).clamp(min=TINY))
-            log_q = logits - lse.unsqueeze(1)
-            toward_p = (torch.xlogy(p, p) - p * middle).sum(-1)
-            e = 0.5 * (log_q - middle)  # d jsd / d q up to a constant, which the softmax projection removes
-            projection = (q * e).sum(-1)
-            loss += weight * (0.5 * toward_p + projection)
-            if grad is not None:
-                grad += (weight * one).unsqueeze(1) * q * (e - projection.unsqueeze(1))
-    if weights.terms.get("kl") or weights.terms.get("lk_hybrid"):
-        mass = p.sum(-1)
-        value = torch.xlogy(p, p).sum(-1) - (p * logits).sum(-1) + mass * lse
-        loss += kl_coefficient * value
-        if grad is not None:
-            factor = (kl_coefficient * one).unsqueeze(1)
-            grad += factor * (q * mass.unsqueeze(1) - p)
-    if grad is not None and any(weights.terms.get(name) for name in ("tv", "l1", "nla", "lk_hybrid")):
+    grad = None
+    if row_weights is not None:
+        below = q < p
+        q_below = (q * below).sum(-1)
         # -d alpha / d logit_v = q_v (sum_{q<p} q - [q_v < p_v])
-        factor = (overlap_coefficient * one).unsqueeze(1)
-        grad.addcmul_(q.mul_(q_below.unsqueeze(1) - below.to(q.dtype)), factor)
+        off = row_weights * (ce_known + overlap * q_below)
+        on = off - row_weights * overlap
+        grad = torch.where(below, on.unsqueeze(1), off.unsqueeze(1)).mul_(q)
+        grad.scatter_add_(1, ce_place, -(row_weights * ce_known).unsqueeze(1))
+
+    if "kl" in scale or "lk_hybrid" in scale:
+        mass = p.sum(-1)
+        loss += divergence * (torch.xlogy(p, p).sum(-1) - (p * logits).sum(-1) + mass * lse)
+        if grad is not None:
+            grad += (divergence * row_weights).unsqueeze(1) * (q * mass.unsqueeze(1) - p)
+    for name, gradient_of in (("rkl", _reverse_kl), ("jsd", _jensen_shannon)):
+        if name in scale:
+            value, e = gradient_of(p, q, logits - lse.unsqueeze(1))
+            loss += scale[name] * value
+            if grad is not None:
+                projection = (q * e).sum(-1, keepdim=True)
+                grad += (scale[name] * row_weights).unsqueeze(1) * q * (e - projection)
     return RowStats(alpha=alpha, label_keep=label_keep, greedy_hit=greedy_hit, loss=loss), grad
+
+
+def _reverse_kl(
+    p: Float[Tensor, "M V"], q: Float[Tensor, "M V"], log_q: Float[Tensor, "M V"]
+) -> tuple[Float[Tensor, " M"], Float[Tensor, "M V"]]:
+    """sum q log(q/p) per row, and its derivative with respect to q up to a constant, which the softmax removes."""
+    e = log_q - p.clamp(min=TINY).log()
+    return (q * e).sum(-1), e
+
+
+def _jensen_shannon(
+    p: Float[Tensor, "M V"], q: Float[Tensor, "M V"], log_q: Float[Tensor, "M V"]
+) -> tuple[Float[Tensor, " M"], Float[Tensor, "M V"]]:
+    """Jensen-Shannon divergence per row, and its derivative with respect to q up to a constant."""
+    middle = (0.5 * (p + q)).clamp(min=TINY).log()
+    e = 0.5 * (log_q - middle)
+    return 0.5 * (torch.xlogy(p, p) - p * middle).sum(-1) + (q * e).sum(-1), e
 
 
 def plain_terms(

@@ -64,12 +64,19 @@ def draft_loss(
     )
     head = draft.markov_head
     vocabulary, stats = vocabulary_loss(
-        rows, draft.lm_head, None if head is None else head.markov_w2.weight, weights, config.logit_scale, chunk_rows
+        rows,
+        draft.lm_head,
+        None if head is None else head.markov_w2.weight,
+        weights,
+        config.logit_scale,
+        chunk_rows,
     )
     numerator, confidence = vocabulary, vocabulary.new_zeros(())
     if draft.confidence_head is not None and weights.confidence:
-        hidden = output.hidden.detach() if confidence_detach_inputs else output.hidden
-        logits = draft.confidence_logits(hidden, blocks.prev_ids, detach_prev=confidence_detach_inputs)
+        inputs = [output.hidden, output.previous]
+        if confidence_detach_inputs:
+            inputs = [None if t is None else t.detach() for t in inputs]
+        logits = draft.confidence_logits(*inputs)
         confidence = confidence_loss(logits.flatten(), stats.alpha, row_weights)
         numerator = numerator + weights.confidence * confidence
     supervised = blocks.supervised.flatten(0, 1).float()

@@ -34,13 +34,14 @@ DRAFT_SAMPLINGS = ("greedy", "sampled")
 class Replay:
     """One document's replay. Arrays are [A, N] over anchors (ascending row indices) and proposals, float64 or bool.
 
-    `keep` is r_i, 0 where proposal i lies beyond the text or was not proposed (`proposed`); `visit` is the expected number of
-    rounds that start at each anchor, [A]. `confidence` is `p_accept_given_prefix`, nan without a head.
+    `keep` is r_i, 0 where proposal i lies beyond the text (not `inside`) or was not proposed (`proposed`); `visit` is the
+    expected number of rounds that start at each anchor, [A]. `confidence` is `p_accept_given_prefix`, nan without a head.
     """
 
     anchors: np.ndarray
     visit: np.ndarray
     keep: np.ndarray
+    inside: np.ndarray
     proposed: np.ndarray
     alpha: np.ndarray
     confidence: np.ndarray
@@ -50,10 +51,10 @@ class Replay:
 
     @property
     def reached(self) -> np.ndarray:
-        """Expected rounds that reach proposal i: visit * prod_{j<i} r_j, where i was proposed."""
+        """Expected rounds that reach proposal i inside the text: visit * prod_{j<i} r_j, where i was proposed."""
         alive = np.cumprod(self.keep, axis=1)
         before = np.concatenate([np.ones_like(alive[:, :1]), alive[:, :-1]], axis=1)
-        return self.visit[:, None] * before * self.proposed
+        return self.visit[:, None] * before * (self.inside & self.proposed)
 
     @property
     def accepted(self) -> np.ndarray:
@@ -89,9 +90,13 @@ def replay_document(
     if draft_sampling not in DRAFT_SAMPLINGS:
         raise ValueError(f"draft_sampling is {draft_sampling!r}; expected one of {DRAFT_SAMPLINGS}.")
     if temperature == 0 and draft_sampling == "sampled":
-        raise ValueError("draft_sampling=sampled needs temperature > 0; greedy text is matched by greedy drafts.")
+        raise ValueError(
+            "draft_sampling=sampled needs temperature > 0; greedy text is matched by greedy drafts."
+        )
     if not 1 <= num_proposals <= config.num_proposals:
-        raise ValueError(f"num_proposals is {num_proposals}; this draft was trained for 1 to {config.num_proposals}.")
+        raise ValueError(
+            f"num_proposals is {num_proposals}; this draft was trained for 1 to {config.num_proposals}."
+        )
     if confidence_threshold is not None and draft.confidence_head is None:
         raise ValueError("confidence_threshold was given, but this draft has no confidence head.")
     # A prompt's last token is an anchor in training; in decoding the verifier's prefill emits the token after it.
@@ -99,28 +104,38 @@ def replay_document(
     anchors = anchors[batch.loss_mask[0, anchors]]
     columns: dict[str, list[Tensor]] = {name: [] for name in _PROPOSAL_COLUMNS}
     for part in anchors.split(chunk_anchors):
-        sub = DraftBatch(**{**vars(batch), "anchors": part.unsqueeze(0), "anchor_valid": part.unsqueeze(0) >= 0})
+        sub = DraftBatch(
+            **{**vars(batch), "anchors": part.unsqueeze(0), "anchor_valid": part.unsqueeze(0) >= 0}
+        )
         for name, values in _proposals(draft, sub, temperature, draft_sampling, lse_at_temperature).items():
             columns[name].append(values[:, :num_proposals].double().cpu())
     count = len(anchors)
     table = {
-        name: (torch.cat(parts).numpy() if parts else np.zeros((0, num_proposals))) for name, parts in columns.items()
+        name: (torch.cat(parts).numpy() if parts else np.zeros((0, num_proposals)))
+        for name, parts in columns.items()
     }
     proposed = np.ones((count, num_proposals), dtype=bool)
     if confidence_threshold is not None:
         proposed = np.cumprod(table["confidence"] >= confidence_threshold, axis=1).astype(bool)
-    keep = table.pop("keep") * table.pop("inside") * proposed
+    inside = table.pop("inside").astype(bool)
+    keep = table.pop("keep") * inside * proposed
     places = anchors.cpu().numpy()
-    turns = np.split(np.arange(count), np.flatnonzero(np.diff(places) > 1) + 1)  # each response of a conversation
+    turns = np.split(
+        np.arange(count), np.flatnonzero(np.diff(places) > 1) + 1
+    )  # each response of a conversation
     visit = np.concatenate([replay_visits(keep[turn]) for turn in turns]) if count else np.zeros(0)
-    return Replay(anchors=places, visit=visit, keep=keep, proposed=proposed, **table)
+    return Replay(anchors=places, visit=visit, keep=keep, inside=inside, proposed=proposed, **table)
 
 
 _PROPOSAL_COLUMNS = ("keep", "inside", "alpha", "confidence", "entropy", "max_prob", "margin")
 
 
 def _proposals(
-    draft: Draft, batch: DraftBatch, temperature: float, draft_sampling: str, lse_at_temperature: Tensor | None
+    draft: Draft,
+    batch: DraftBatch,
+    temperature: float,
+    draft_sampling: str,
+    lse_at_temperature: Tensor | None,
 ) -> dict[str, Tensor]:
     """Per-proposal quantities [A, N] of one row's anchors."""
     output = draft(batch)
@@ -136,7 +151,9 @@ def _proposals(
         lse, scale, logits = lse_at_temperature[0], scale / temperature, logits / temperature
     positions, inverse = torch.unique(blocks.target_index[0], return_inverse=True)
     states = batch.last[0, positions].to(output.hidden.dtype)
-    target = target_probabilities(states, lse[positions], draft.lm_head, scale, "verifier_vocab")[inverse]  # [A, N, V]
+    target = target_probabilities(states, lse[positions], draft.lm_head, scale, "verifier_vocab")[
+        inverse
+    ]  # [A, N, V]
 
     q = logits.softmax(-1)
     alpha = torch.minimum(q, target).sum(-1).clamp_(max=1.0)
@@ -150,7 +167,7 @@ def _proposals(
         keep = torch.where(known, (q.gather(-1, safe).squeeze(-1) / p_label).clamp(max=1.0), 0.0)
     confidence = torch.full_like(alpha, float("nan"))
     if draft.confidence_head is not None:
-        confidence = draft.confidence_logits(output.hidden, blocks.prev_ids).sigmoid()[0]
+        confidence = draft.confidence_logits(output.hidden, output.previous).sigmoid()[0]
     return {
         "keep": keep,
         "inside": blocks.supervised[0],

@@ -70,7 +70,9 @@ def code_version(root: Path) -> dict[str, str]:
     """git commit and a hash of uncommitted changes; 'unknown' outside a checkout."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            ["git", *arguments], cwd=root, capture_output=True, text=True, check=True
+        ).stdout
 
     try:
         diff = git("diff", "HEAD")
@@ -120,7 +122,11 @@ class Run:
         """An existing run. Raises FileNotFoundError that says what is missing and what runs there are."""
         path = Path(path)
         if not (path / "manifest.json").is_file():
-            siblings = sorted(p.parent.name for p in path.parent.glob("*/manifest.json")) if path.parent.is_dir() else []
+            siblings = (
+                sorted(p.parent.name for p in path.parent.glob("*/manifest.json"))
+                if path.parent.is_dir()
+                else []
+            )
             hint = f" Runs there: {', '.join(siblings[-5:])}." if siblings else ""
             raise FileNotFoundError(f"{path} is not a run folder: it has no manifest.json.{hint}")
         return cls(path)
@@ -130,7 +136,9 @@ class Run:
         try:
             return RunManifest(**json.loads((self.path / "manifest.json").read_text()))
         except (json.JSONDecodeError, TypeError) as error:
-            raise ValueError(f"{self.path / 'manifest.json'} is damaged ({error}); train again or restore it.") from error
+            raise ValueError(
+                f"{self.path / 'manifest.json'} is damaged ({error}); train again or restore it."
+            ) from error
 
     def write_manifest(self, manifest: RunManifest) -> None:
         write_text(self.path / "manifest.json", json.dumps(asdict(manifest), indent=2))
@@ -179,7 +187,9 @@ def write_table(frame: pd.DataFrame, path: Path) -> None:
 def read_table(path: Path) -> pd.DataFrame:
     """A parquet table. Raises FileNotFoundError or ValueError that name the file and the command that makes it."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist; run `python -m experiments.evaluate` for that run and set first.")
+        raise FileNotFoundError(
+            f"{path} does not exist; run `python -m experiments.evaluate` for that run and set first."
+        )
     try:
         return pd.read_parquet(path)
     except (OSError, ValueError) as error:
@@ -214,7 +224,9 @@ def load_draft(folder: Path, *, attention_backend: str) -> tuple[Draft, Contract
         with safe_open(folder / "draft.safetensors", framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{folder / 'draft.safetensors'} is damaged ({error}); restore it or train again.") from error
+        raise ValueError(
+            f"{folder / 'draft.safetensors'} is damaged ({error}); restore it or train again."
+        ) from error
     draft.lm_head = draft.lm_head.to(tensors["lm_head"].dtype)
     try:
         draft.load_state_dict(tensors)

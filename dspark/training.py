@@ -82,7 +82,9 @@ class DraftModule(L.LightningModule):
         """The batch with `last` after the verifier's final norm, whichever form the cache holds."""
         if self.norm_weight is not None:
             last = batch.last.float()
-            last = torch.nn.functional.rms_norm(last, last.shape[-1:], self.norm_weight.float(), self.norm_eps)
+            last = torch.nn.functional.rms_norm(
+                last, last.shape[-1:], self.norm_weight.float(), self.norm_eps
+            )
             batch.last = last.to(batch.last.dtype)
         return batch
 
@@ -97,7 +99,9 @@ class DraftModule(L.LightningModule):
             chunk_rows=self.chunk_rows,
         )
         self._stop_if_not_finite(sums.numerator, batch)
-        self._denominator = sums.denominator if self._denominator is None else self._denominator + sums.denominator
+        self._denominator = (
+            sums.denominator if self._denominator is None else self._denominator + sums.denominator
+        )
         self.metrics.add("loss", sums.numerator.detach(), sums.denominator)
         self.metrics.add("loss_vocabulary", sums.vocabulary, sums.denominator)
         self.metrics.add("loss_confidence", sums.confidence, sums.denominator)
@@ -129,16 +133,26 @@ class DraftModule(L.LightningModule):
         torch._foreach_mul_(grads, scale)
 
     def all_reduce_sum(self, value: Tensor) -> Tensor:
-        return self.trainer.strategy.reduce(value.clone(), reduce_op="sum") if self.trainer.world_size > 1 else value
+        return (
+            self.trainer.strategy.reduce(value.clone(), reduce_op="sum")
+            if self.trainer.world_size > 1
+            else value
+        )
 
     def configure_optimizers(self) -> dict[str, Any]:
         config = self.optimizer_config
         head = [] if self.draft.markov_head is None else list(self.draft.markov_head.parameters())
-        confidence = [] if self.draft.confidence_head is None else list(self.draft.confidence_head.parameters())
+        confidence = (
+            [] if self.draft.confidence_head is None else list(self.draft.confidence_head.parameters())
+        )
         apart = {id(p) for p in head + confidence}
         rest = [p for p in self.draft.parameters() if id(p) not in apart]
         groups = [
-            {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay, "lr": config.lr},
+            {
+                "params": [p for p in rest if p.ndim >= 2],
+                "weight_decay": config.weight_decay,
+                "lr": config.lr,
+            },
             {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0, "lr": config.lr},
             {"params": head + confidence, "weight_decay": 0.0, "lr": config.head_lr},
         ]
@@ -166,8 +180,12 @@ class DraftModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         replays, self._replays = self._replays, []
-        accepted = self.all_reduce_sum(torch.tensor(float(sum(r.accepted.sum() for _, r in replays)), device=self.device))
-        rounds = self.all_reduce_sum(torch.tensor(float(sum(r.rounds for _, r in replays)), device=self.device))
+        accepted = self.all_reduce_sum(
+            torch.tensor(float(sum(r.accepted.sum() for _, r in replays)), device=self.device)
+        )
+        rounds = self.all_reduce_sum(
+            torch.tensor(float(sum(r.rounds for _, r in replays)), device=self.device)
+        )
         if self.trainer.sanity_checking or float(rounds) == 0:
             return
         tau = tau_from_counts(float(accepted), float(rounds))
@@ -185,7 +203,9 @@ class DraftModule(L.LightningModule):
         checkpoint["contract"] = vars(self.contract)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        Contract(**checkpoint["contract"]).check(self.contract, mine="the checkpoint", theirs="this run's configuration")
+        Contract(**checkpoint["contract"]).check(
+            self.contract, mine="the checkpoint", theirs="this run's configuration"
+        )
         self.best_tau = checkpoint["best_tau"]
 
 
@@ -237,7 +257,13 @@ class MetricsTable(Callback):
         flushed = module.metrics.flush()
         for name, (total, count) in flushed.items():
             self.records.append(
-                {"run_id": self.run.path.name, "step": trainer.global_step, "name": name, "total": total, "count": count}
+                {
+                    "run_id": self.run.path.name,
+                    "step": trainer.global_step,
+                    "name": name,
+                    "total": total,
+                    "count": count,
+                }
             )
         means = {name: total / count for name, (total, count) in flushed.items()}
         for logger in trainer.loggers:
@@ -285,7 +311,11 @@ class DraftData(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         sampler = StreamSampler(
-            self.total_batches, self.rows_per_batch, self.consumed, self.trainer.global_rank, self.trainer.world_size
+            self.total_batches,
+            self.rows_per_batch,
+            self.consumed,
+            self.trainer.global_rank,
+            self.trainer.world_size,
         )
         workers = {"persistent_workers": True, "prefetch_factor": 4} if self.num_workers else {}
         return DataLoader(
@@ -302,7 +332,9 @@ class DraftData(L.LightningDataModule):
         documents = HeldOutDocuments(self.cache, self.validation, dtype=self.rows.dtype)
         rank, world = self.trainer.global_rank, self.trainer.world_size
         return DataLoader(
-            _RankShare(documents, rank, world), batch_size=None, collate_fn=partial(_with_temperature, cache=self.cache)
+            _RankShare(documents, rank, world),
+            batch_size=None,
+            collate_fn=partial(_with_temperature, cache=self.cache),
         )
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -341,5 +373,7 @@ def checkpoint_path(run: Run) -> Path:
     """The trainer's full state for resuming. Raises ValueError when there is none."""
     path = run.checkpoints / "last.ckpt"
     if not path.is_file():
-        raise ValueError(f"run {run.path.name} has no checkpoints/last.ckpt to resume from; start a new run instead.")
+        raise ValueError(
+            f"run {run.path.name} has no checkpoints/last.ckpt to resume from; start a new run instead."
+        )
     return path

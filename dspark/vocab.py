@@ -37,7 +37,9 @@ class VocabMap:
     def most_frequent(cls, counts: Int[Tensor, " W"], size: int) -> VocabMap:
         """The `size` most frequent ids; ties and unused places go to the lower id."""
         if not 1 <= size <= counts.numel():
-            raise ValueError(f"draft.vocab_size is {size}; expected 1 to {counts.numel()}, the verifier's vocabulary.")
+            raise ValueError(
+                f"draft.vocab_size is {size}; expected 1 to {counts.numel()}, the verifier's vocabulary."
+            )
         order = torch.argsort(counts.to(torch.int64), descending=True, stable=True)
         return cls(order[:size].sort().values, counts.numel())
 

@@ -91,7 +91,12 @@ def bigram_counts(
 
 @torch.no_grad()
 def start_from_bigrams(
-    draft: Draft, prev: Int[Tensor, " E"], following: Int[Tensor, " E"], counts: Int[Tensor, " E"], *, strength: float
+    draft: Draft,
+    prev: Int[Tensor, " E"],
+    following: Int[Tensor, " E"],
+    counts: Int[Tensor, " E"],
+    *,
+    strength: float,
 ) -> None:
     """Give the Markov table the best rank-R fit of `strength * positive pointwise mutual information` of the bigrams.
 
@@ -109,7 +114,9 @@ def start_from_bigrams(
     column_sum = torch.zeros(columns, dtype=torch.float64).index_add_(0, following, weight)
     ratio = weight * total / ((row_sum[prev] + smooth) * (column_sum[following] + smooth))
     values = strength * ratio.log().clamp(min=0.0) * (weight / (weight + smooth))
-    matrix = torch.sparse_coo_tensor(torch.stack([prev, following]), values.float(), (rows, columns)).coalesce()
+    matrix = torch.sparse_coo_tensor(
+        torch.stack([prev, following]), values.float(), (rows, columns)
+    ).coalesce()
     rank = min(head.rank, rows, columns)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # the randomised factorisation is part of the recipe, not of the seed
@@ -122,15 +129,21 @@ def start_from_bigrams(
     head.markov_w1.weight[unseen] *= 0.1
 
 
-def start_from_draft(draft: Draft, earlier: Draft, earlier_contract: Contract, *, convert_layout: bool) -> list[str]:
+def start_from_draft(
+    draft: Draft, earlier: Draft, earlier_contract: Contract, *, convert_layout: bool
+) -> list[str]:
     """Copy every weight of an earlier draft that fits; returns the names that kept their own start.
 
     Raises ValueError when the contract differs: another verifier, other taps, another vocabulary or, unless `convert_layout`,
     the other block layout (its slots mean other tokens). Block size and attention pattern may differ.
     """
-    ignore = ("block_size", "layer_types", "sliding_window") + (("sample_from_anchor",) if convert_layout else ())
+    ignore = ("block_size", "layer_types", "sliding_window") + (
+        ("sample_from_anchor",) if convert_layout else ()
+    )
     earlier_contract.check(draft.contract, mine="the warm start", theirs="this run", ignore=ignore)
     own, given = draft.state_dict(), earlier.state_dict()
     kept = [name for name, tensor in own.items() if name not in given or given[name].shape != tensor.shape]
-    draft.load_state_dict({name: t for name, t in given.items() if name in own and name not in kept}, strict=False)
+    draft.load_state_dict(
+        {name: t for name, t in given.items() if name in own and name not in kept}, strict=False
+    )
     return kept

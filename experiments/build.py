@@ -39,7 +39,9 @@ def check_keys(cfg: DictConfig) -> None:
         known = set(names.split())
         unknown, missing = sorted(set(cfg[group]) - known), sorted(known - set(cfg[group]))
         if unknown:
-            raise ValueError(f"{group}.{unknown[0]} is not a setting; {group} has: {', '.join(sorted(known))}.")
+            raise ValueError(
+                f"{group}.{unknown[0]} is not a setting; {group} has: {', '.join(sorted(known))}."
+            )
         if missing:
             raise ValueError(f"{group}.{missing[0]} has no value; set it in configs/{group}/.")
 
@@ -56,7 +58,9 @@ def build_vocab(cfg: DictConfig, manifest: Manifest, counts: torch.Tensor) -> Vo
     """The draft vocabulary: the most frequent response tokens of the training split, or all of the verifier's."""
     size = cfg.draft.vocab_size
     whole = manifest.verifier.vocab_size
-    return VocabMap.full(whole) if size is None or size == whole else VocabMap.most_frequent(counts, int(size))
+    return (
+        VocabMap.full(whole) if size is None or size == whole else VocabMap.most_frequent(counts, int(size))
+    )
 
 
 def build_draft_config(cfg: DictConfig, manifest: Manifest, draft_vocab_size: int) -> DraftConfig:
@@ -106,7 +110,9 @@ def build_optimizer(cfg: DictConfig) -> OptimizerConfig:
     return OptimizerConfig(**OmegaConf.to_container(cfg.optimizer, resolve=True))
 
 
-def build_draft(cfg: DictConfig, config: DraftConfig, cache: FeatureCache, vocab: VocabMap, dtype: torch.dtype) -> Draft:
+def build_draft(
+    cfg: DictConfig, config: DraftConfig, cache: FeatureCache, vocab: VocabMap, dtype: torch.dtype
+) -> Draft:
     """A draft with random trainable weights over the cache's frozen tensors."""
     draft = Draft(config, attention_backend=str(cfg.draft.attention_backend))
     weights = cache.verifier_weights()

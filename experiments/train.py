@@ -65,9 +65,7 @@ def train(cfg: DictConfig) -> Run:
     frozen_dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
     vocab = build_vocab(cfg, cache.manifest, response_counts(cache, rows.documents))
     draft = build_draft(cfg, build_draft_config(cfg, cache.manifest, len(vocab)), cache, vocab, frozen_dtype)
-    contract = cache.contract().merged(
-        **{k: v for k, v in vars(draft.contract).items() if v is not None}
-    )
+    contract = cache.contract().merged(**{k: v for k, v in vars(draft.contract).items() if v is not None})
     cache.contract().check(draft.contract, mine=f"cache {cache.path}", theirs="the draft's configuration")
     if resumed is None:
         start_weights(cfg, draft, contract, cache, rows.documents, vocab)
@@ -99,7 +97,9 @@ def train(cfg: DictConfig) -> Run:
         seconds = time.time() - training_started
         results = finish(cfg, run, cache, seconds, module, trainer)
     except BaseException as error:
-        run.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", {"error": str(error)[:500]})
+        run.finish(
+            "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", {"error": str(error)[:500]}
+        )
         raise
     console.print(last_line(run, results, time.time() - started), highlight=False, soft_wrap=True)
     return run
@@ -117,7 +117,9 @@ def split_documents(cfg: DictConfig, cache: FeatureCache) -> tuple[PackedRows, l
     train_documents = cache.select(split="train")
     validation = cache.select(split="validation")
     if not validation:
-        raise ValueError(f"{cache.path} has no validation documents; collect prompts of a `validation` split too.")
+        raise ValueError(
+            f"{cache.path} has no validation documents; collect prompts of a `validation` split too."
+        )
     wanted = min(int(cfg.trainer.val_documents), len(validation))
     validation = [validation[i * len(validation) // wanted] for i in range(wanted)]
     rows = PackedRows(
@@ -154,13 +156,20 @@ def verifier_norm(cache: FeatureCache) -> tuple[torch.Tensor, float] | None:
 
 
 def start_weights(
-    cfg: DictConfig, draft: Draft, contract: Contract, cache: FeatureCache, documents: list[int], vocab: VocabMap
+    cfg: DictConfig,
+    draft: Draft,
+    contract: Contract,
+    cache: FeatureCache,
+    documents: list[int],
+    vocab: VocabMap,
 ) -> None:
     """Set the trainable weights' start: an earlier draft, or the verifier's layers and a bigram table as configured."""
     if cfg.warm_start:
         folder = Run.open(cfg.warm_start).checkpoint("best")
         earlier, earlier_contract, _ = load_draft(folder, attention_backend="grouped")
-        kept = start_from_draft(draft, earlier, earlier_contract, current=contract, convert_layout=bool(cfg.convert_layout))
+        kept = start_from_draft(
+            draft, earlier, earlier_contract, current=contract, convert_layout=bool(cfg.convert_layout)
+        )
         console.print(f"warm start from {folder}" + (f"; new: {', '.join(kept)}" if kept else ""))
         return
     if cfg.draft.init not in ("verifier_layers", "random"):
@@ -171,7 +180,9 @@ def start_weights(
         config = draft.config
         verifier = load_verifier(cfg)
         cache.contract().check(
-            Contract(verifier_sha=verifier.info.weights_sha), mine=f"cache {cache.path}", theirs=f"verifier {verifier.info.name}"
+            Contract(verifier_sha=verifier.info.weights_sha),
+            mine=f"cache {cache.path}",
+            theirs=f"verifier {verifier.info.name}",
         )
         first = verifier.info.num_layers - config.num_layers
         layers = [verifier.layer_weights(first + i) for i in range(config.num_layers)]
@@ -187,7 +198,9 @@ def start_run(cfg: DictConfig, cache: FeatureCache, rows: PackedRows) -> Run:
     """Create the run folder with everything needed to say what this run is."""
     resolved = OmegaConf.to_yaml(cfg, resolve=True)
     overrides = task_overrides()
-    ablation = next((o.split("=", 1)[1] for o in overrides if o.lstrip("+").startswith("ablation=")), "default")
+    ablation = next(
+        (o.split("=", 1)[1] for o in overrides if o.lstrip("+").startswith("ablation=")), "default"
+    )
     label = cfg.label or ablation.strip("[]").replace(",", "+")
     manifest = cache.manifest
     return Run.create(
@@ -267,7 +280,10 @@ def build_trainer(cfg: DictConfig, run: Run, rows: PackedRows, precision: str) -
         check_val_every_n_epoch=None,
         log_every_n_steps=1,
         num_sanity_val_steps=0,
-        logger=[CSVLogger(run.path, name="", version="logs"), TensorBoardLogger(run.path, name="", version="logs")],
+        logger=[
+            CSVLogger(run.path, name="", version="logs"),
+            TensorBoardLogger(run.path, name="", version="logs"),
+        ],
         callbacks=callbacks,
         enable_progress_bar=bool(options.progress),
         enable_model_summary=False,

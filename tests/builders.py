@@ -89,7 +89,11 @@ def random_batch(
             mask[b, at + prompt : at + size] = True
             at += size
     last = torch.randn(count, length, config.hidden_size, generator=generator)
-    lse = torch.full((count, length), 6.0) if head is None else (last @ head.T * config.logit_scale).logsumexp(-1)
+    lse = (
+        torch.full((count, length), 6.0)
+        if head is None
+        else (last @ head.T * config.logit_scale).logsumexp(-1)
+    )
     places, valid = sample_anchors(mask, start, anchors, generator)
     return DraftBatch(
         input_ids=ids,

@@ -32,12 +32,15 @@ def visible_by_loops(batch, config, window, b, a, slot, key):  # noqa: ANN001
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_context_mask_equals_a_three_loop_version(window):
-    config = draft_config(layer_types=("sliding_attention",) * 2, sliding_window=5) if window else draft_config()
+    config = (
+        draft_config(layer_types=("sliding_attention",) * 2, sliding_window=5) if window else draft_config()
+    )
     batch = random_batch(config, anchors=2 * GROUP + 3, rows=((60, 20), (81,)))
     plan = plan_attention(batch, config.block_size, {window}, "grouped")[window]
     width = config.block_size
     for b, groups in enumerate(plan.groups):
-        for first, last, lo, hi, mask in groups:
+        for first, last, lo, hi, hidden in groups:
+            mask = hidden == 0
             assert mask.shape == ((last - first) * width, hi - lo + (last - first) * width)
             for a in range(first, last):
                 for slot in range(width):
@@ -93,7 +96,9 @@ def test_decoding_ragged_rows_equals_each_row_alone():
         draft.extend(alone, aux[row : row + 1, :count], positions[:1, :count], torch.tensor([count]))
         torch.testing.assert_close(draft.draft_block(alone, anchors[row : row + 1], 4)[0], both[row])
         more = 2 - row
-        draft.extend(alone, aux[row : row + 1, :more], count + torch.arange(more).unsqueeze(0), torch.tensor([more]))
+        draft.extend(
+            alone, aux[row : row + 1, :more], count + torch.arange(more).unsqueeze(0), torch.tensor([more])
+        )
         torch.testing.assert_close(draft.draft_block(alone, anchors[row : row + 1], 4)[0], again[row])
 
 
@@ -133,7 +138,12 @@ def test_rotation_of_one_position_by_hand():
     rotary = Rotary.at(torch.tensor([2]), 4, 100.0)
     a, b = torch.tensor(2.0), torch.tensor(0.2)
     expected = torch.stack(
-        [1 * a.cos() - 3 * a.sin(), 2 * b.cos() - 4 * b.sin(), 3 * a.cos() + 1 * a.sin(), 4 * b.cos() + 2 * b.sin()]
+        [
+            1 * a.cos() - 3 * a.sin(),
+            2 * b.cos() - 4 * b.sin(),
+            3 * a.cos() + 1 * a.sin(),
+            4 * b.cos() + 2 * b.sin(),
+        ]
     )
     torch.testing.assert_close(rotary.rotate(x)[0, 0], expected)
 

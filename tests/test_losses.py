@@ -119,7 +119,9 @@ def test_pruned_target_keeps_its_true_mass_and_renormalising_inflates_alpha():
     assert (exact.sum(-1) < 1).all()
     torch.testing.assert_close(peers.sum(-1), torch.ones(len(peers)))
     _, stats = vocabulary_loss(rows, head, bias, loss_weights({"tv": 1.0}), 1.0, 5)
-    _, inflated = vocabulary_loss(rows, head, bias, loss_weights({"tv": 1.0}, target_norm="draft_vocab"), 1.0, 5)
+    _, inflated = vocabulary_loss(
+        rows, head, bias, loss_weights({"tv": 1.0}, target_norm="draft_vocab"), 1.0, 5
+    )
     active = rows.weights > 0
     assert (inflated.alpha[active] >= stats.alpha[active] - 1e-6).all()
 
@@ -155,8 +157,14 @@ def test_garbage_in_padding_changes_no_bit_of_loss_gradient_or_metric():
         return sums, [p.grad.clone() for p in draft.parameters()]
 
     sums, grads = run(batch)
-    dirty = dataclasses.replace(batch, **{name: getattr(batch, name).clone() for name in ("aux", "last", "lse", "input_ids")})
-    padding = (batch.doc_start == torch.arange(batch.input_ids.shape[1])) & ~batch.loss_mask & (batch.positions == 0)
+    dirty = dataclasses.replace(
+        batch, **{name: getattr(batch, name).clone() for name in ("aux", "last", "lse", "input_ids")}
+    )
+    padding = (
+        (batch.doc_start == torch.arange(batch.input_ids.shape[1]))
+        & ~batch.loss_mask
+        & (batch.positions == 0)
+    )
     padding[:, 0] = False
     padding[0, 23] = False
     assert padding.any()
@@ -177,7 +185,10 @@ def test_detached_confidence_leaves_the_backbone_alone_and_attached_reaches_it()
         sums = draft_loss(draft, draft(batch), batch, only, confidence_detach_inputs=detach, chunk_rows=64)
         sums.numerator.backward()
         assert draft.confidence_head.proj.weight.grad.abs().max() > 1e-4
-        reached = max(float(draft.fc.weight.grad.abs().max()), float(draft.markov_head.markov_w1.weight.grad.abs().max()))
+        reached = max(
+            float(draft.fc.weight.grad.abs().max()),
+            float(draft.markov_head.markov_w1.weight.grad.abs().max()),
+        )
         assert (reached < 1e-20) == detach
 
 

@@ -3,7 +3,7 @@
 Three forms of one function, chosen by `plan_attention`:
 
 * `GroupedPlan` (CPU and the general fall-back): anchors are ascending, so neighbouring anchors share almost all of their
-  context. A group of them attends to `context[lo:hi]` and to the group's own blocks in one scaled-dot-product call; cost is
+  context. A group of them attends to `context[lo:hi]` and to the group's own blocks in one product; cost is
   A (S + Q) up to the group size, never (S + A Q)^2.
 * `FlexPlan` (CUDA): one block-sparse FlexAttention call over `context ++ blocks`.
 * `dense_attention`: softmax over everything with a mask, the tests' oracle.
@@ -17,14 +17,15 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dspark.blocks import DraftBatch, visible, visible_in_block
 
 BACKENDS = ("auto", "grouped", "flex", "dense")
-GROUP = 16  # anchors a grouped call; larger groups waste work on each other's blocks, smaller ones on launches
+GROUP = (
+    16  # anchors a grouped call; larger groups waste work on each other's blocks, smaller ones on launches
+)
 
 
 def resolve_backend(backend: str, device: torch.device) -> str:
@@ -42,19 +43,32 @@ def plan_attention(
     batch: DraftBatch, block_size: int, windows: set, backend: str
 ) -> dict[int | None, GroupedPlan | FlexPlan | DensePlan]:
     """Masks of one batch, computed once and shared by all layers: one plan for each window in use (None = full)."""
-    kind = {"grouped": GroupedPlan, "flex": FlexPlan, "dense": DensePlan}[resolve_backend(backend, batch.anchors.device)]
+    kind = {"grouped": GroupedPlan, "flex": FlexPlan, "dense": DensePlan}[
+        resolve_backend(backend, batch.anchors.device)
+    ]
     starts = batch.doc_start.gather(1, batch.anchors)
-    return {window: kind.build(batch.anchors, starts, batch.input_ids.shape[1], block_size, window) for window in windows}
+    return {
+        window: kind.build(batch.anchors, starts, batch.input_ids.shape[1], block_size, window)
+        for window in windows
+    }
 
 
 def _dense_mask(
-    anchors: Int[Tensor, " A"], starts: Int[Tensor, " A"], lo: int, hi: int, queries: range, width: int, window: int | None
+    anchors: Int[Tensor, " A"],
+    starts: Int[Tensor, " A"],
+    lo: int,
+    hi: int,
+    queries: range,
+    width: int,
+    window: int | None,
 ) -> Bool[Tensor, "AQ K"]:
     """Mask of the query slots of some anchors against `context[lo:hi] ++ their own blocks` (`width` slots each)."""
     device = anchors.device
     slot = torch.arange(queries.start, queries.stop, device=device)
     key = torch.arange(lo, hi, device=device)
-    to_context = visible(anchors[:, None, None], slot[None, :, None], starts[:, None, None], key[None, None, :], window)
+    to_context = visible(
+        anchors[:, None, None], slot[None, :, None], starts[:, None, None], key[None, None, :], window
+    )
     count = len(anchors)
     to_context = to_context.expand(count, len(slot), len(key))  # without a window all slots see alike
     in_block = visible_in_block(slot[:, None], torch.arange(width, device=device)[None, :], window)
@@ -64,29 +78,44 @@ def _dense_mask(
 
 
 def _attend(
-    q: Float[Tensor, "A q h d"], k: Float[Tensor, "K g d"], v: Float[Tensor, "K g d"], mask: Bool[Tensor, "Aq K"]
+    q: Float[Tensor, "A q h d"],
+    k: Float[Tensor, "K g d"],
+    v: Float[Tensor, "K g d"],
+    hidden: Float[Tensor, "Aq K"],
 ) -> Float[Tensor, "A q h d"]:
-    """One scaled-dot-product call; query heads that share a key head ride along as further queries, so K is not repeated."""
+    """Softmax attention with an additive mask; query heads that share a key head ride along as further queries.
+
+    Two batched products and a softmax: on a CPU the backward pass of the fused kernel is several times slower.
+    """
     anchors, slots, heads, dim = q.shape
     groups = k.shape[1]
     share = heads // groups
-    queries = q.view(anchors * slots, groups, share, dim).permute(1, 2, 0, 3).reshape(1, groups, share * anchors * slots, dim)
-    out = F.scaled_dot_product_attention(
-        queries, k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0), attn_mask=mask.repeat(share, 1)
+    queries = (
+        q.view(anchors * slots, groups, share, dim)
+        .permute(1, 2, 0, 3)
+        .reshape(groups, share * anchors * slots, dim)
     )
-    return out.view(groups, share, anchors * slots, dim).permute(2, 0, 1, 3).reshape(anchors, slots, heads, dim)
+    scores = torch.bmm(queries * dim**-0.5, k.permute(1, 2, 0)).view(groups, share, *hidden.shape)
+    weights = (scores.float() + hidden).softmax(-1).to(v.dtype).view(groups, -1, len(k))
+    out = torch.bmm(weights, v.transpose(0, 1)).view(groups, share, anchors * slots, dim)
+    return out.permute(2, 0, 1, 3).reshape(anchors, slots, heads, dim)
 
 
 @dataclass
 class GroupedPlan:
-    """`groups[b]` holds (first anchor, last anchor + 1, lo, hi, mask over all Q query slots) for row b."""
+    """`groups[b]` holds (first anchor, last anchor + 1, lo, hi, additive mask over all Q query slots) for row b."""
 
     groups: list[list[tuple[int, int, int, int, Tensor]]]
     block_size: int
 
     @classmethod
     def build(
-        cls, anchors: Int[Tensor, "B A"], starts: Int[Tensor, "B A"], length: int, block_size: int, window: int | None
+        cls,
+        anchors: Int[Tensor, "B A"],
+        starts: Int[Tensor, "B A"],
+        length: int,
+        block_size: int,
+        window: int | None,
     ) -> GroupedPlan:
         groups = []
         for row_anchors, row_starts in zip(anchors, starts, strict=True):
@@ -97,7 +126,8 @@ class GroupedPlan:
                 if window is not None:
                     lo = max(lo, int(part.min()) - window + 1)
                 mask = _dense_mask(part, begin, lo, hi, range(block_size), block_size, window)
-                row.append((first, first + len(part), lo, hi, mask))
+                hidden = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
+                row.append((first, first + len(part), lo, hi, hidden))
             groups.append(row)
         return cls(groups, block_size)
 
@@ -114,12 +144,12 @@ class GroupedPlan:
         rows = []
         for b, groups in enumerate(self.groups):
             parts = []
-            for first, last, lo, hi, mask in groups:
+            for first, last, lo, hi, hidden in groups:
                 k = torch.cat([k_context[b, lo:hi], k_block[b, first:last].flatten(0, 1)])
                 v = torch.cat([v_context[b, lo:hi], v_block[b, first:last].flatten(0, 1)])
                 if skipped:
-                    mask = mask.view(last - first, self.block_size, -1)[:, skipped:].flatten(0, 1)
-                parts.append(_attend(q[b, first:last], k, v, mask))
+                    hidden = hidden.view(last - first, self.block_size, -1)[:, skipped:].flatten(0, 1)
+                parts.append(_attend(q[b, first:last], k, v, hidden))
             rows.append(torch.cat(parts))
         return torch.stack(rows)
 
@@ -136,7 +166,12 @@ class DensePlan:
 
     @classmethod
     def build(
-        cls, anchors: Int[Tensor, "B A"], starts: Int[Tensor, "B A"], length: int, block_size: int, window: int | None
+        cls,
+        anchors: Int[Tensor, "B A"],
+        starts: Int[Tensor, "B A"],
+        length: int,
+        block_size: int,
+        window: int | None,
     ) -> DensePlan:
         return cls(anchors, starts, length, block_size, window)
 
@@ -161,7 +196,10 @@ class DensePlan:
 
 
 def dense_attention(
-    q: Float[Tensor, "A q h d"], k: Float[Tensor, "K g d"], v: Float[Tensor, "K g d"], mask: Bool[Tensor, "Aq K"]
+    q: Float[Tensor, "A q h d"],
+    k: Float[Tensor, "K g d"],
+    v: Float[Tensor, "K g d"],
+    mask: Bool[Tensor, "Aq K"],
 ) -> Float[Tensor, "A q h d"]:
     """softmax(q k^T / sqrt(d)) v with masked scores at minus infinity, written out."""
     share = q.shape[2] // k.shape[1]
@@ -189,7 +227,12 @@ class FlexPlan:
 
     @classmethod
     def build(
-        cls, anchors: Int[Tensor, "B A"], starts: Int[Tensor, "B A"], length: int, block_size: int, window: int | None
+        cls,
+        anchors: Int[Tensor, "B A"],
+        starts: Int[Tensor, "B A"],
+        length: int,
+        block_size: int,
+        window: int | None,
     ) -> FlexPlan:
         plan = cls(None, block_size, window, (anchors, starts, length))
         plan.mask = plan.build_mask(block_size)

@@ -22,7 +22,9 @@ from dspark.config import DraftConfig
 class Attends(Protocol):
     """What a layer needs of an attention form; see `dspark.nn.attention`."""
 
-    def attend(self, q: Tensor, k_context: Tensor, v_context: Tensor, k_block: Tensor, v_block: Tensor) -> Tensor: ...
+    def attend(
+        self, q: Tensor, k_context: Tensor, v_context: Tensor, k_block: Tensor, v_block: Tensor
+    ) -> Tensor: ...
 
 
 @dataclass
@@ -121,7 +123,9 @@ class Layer(nn.Module):
         normed = self.input_layernorm(x)
         k, v = self.self_attn.keys_values(normed, rotary)
         x, normed = x[:, :, first_query:], normed[:, :, first_query:]
-        q = self.self_attn.queries(normed, Rotary(rotary.cos[:, :, first_query:], rotary.sin[:, :, first_query:]))
+        q = self.self_attn.queries(
+            normed, Rotary(rotary.cos[:, :, first_query:], rotary.sin[:, :, first_query:])
+        )
         mixed = attention.attend(q, *context, k, v)
         x = x + self.self_attn.o_proj(mixed.flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -19,5 +19,7 @@ class ConfidenceHead(nn.Module):
     def forward(
         self, hidden: Float[Tensor, "*batch H"], prev_embedding: Float[Tensor, "*batch R"] | None
     ) -> Float[Tensor, "*batch"]:
-        inputs = hidden if prev_embedding is None else torch.cat([hidden, prev_embedding.to(hidden.dtype)], dim=-1)
+        inputs = (
+            hidden if prev_embedding is None else torch.cat([hidden, prev_embedding.to(hidden.dtype)], dim=-1)
+        )
         return self.proj(inputs).squeeze(-1).float()

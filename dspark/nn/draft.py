@@ -24,10 +24,14 @@ from dspark.vocab import VocabMap
 
 @dataclass
 class DraftOutput:
-    """What a forward over blocks yields, in proposal space; logits are `[hidden ; features] @ [lm_head ; markov_w2].T`."""
+    """What a forward over blocks yields, in proposal space; logits are `[hidden ; features] @ [lm_head ; markov_w2].T`.
+
+    `previous` is `markov_w1` of each proposal's previous token; it and `features` are None without a sequential head.
+    """
 
     blocks: Blocks
     hidden: Float[Tensor, "B A N H"]
+    previous: Float[Tensor, "B A N R"] | None
     features: Float[Tensor, "B A N R"] | None
 
 
@@ -60,12 +64,18 @@ class Draft(nn.Module):
         if config.confidence:
             extra = config.markov_rank if config.confidence_uses_prev_embedding else 0
             self.confidence_head = ConfidenceHead(hidden_size=config.hidden_size, prev_embedding_size=extra)
-        self.register_buffer("embed_tokens", torch.zeros(config.vocab_size, config.hidden_size), persistent=False)
+        self.register_buffer(
+            "embed_tokens", torch.zeros(config.vocab_size, config.hidden_size), persistent=False
+        )
         self.register_buffer("lm_head", torch.zeros(config.draft_vocab_size, config.hidden_size))
         self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
 
     def set_frozen(
-        self, embed_tokens: Float[Tensor, "W H"], lm_head: Float[Tensor, "W H"], vocab: VocabMap, dtype: torch.dtype
+        self,
+        embed_tokens: Float[Tensor, "W H"],
+        lm_head: Float[Tensor, "W H"],
+        vocab: VocabMap,
+        dtype: torch.dtype,
     ) -> None:
         """Adopt the verifier's embedding, the head rows of the kept vocabulary, and the vocabulary itself."""
         self.set_embedding(embed_tokens, dtype)
@@ -114,22 +124,23 @@ class Draft(nn.Module):
             first_query = self.config.first_slot if i == last else 0
             x = layer(x, rotary_block, keys_values, plans[layer.window], first_query)
         hidden = self.norm(x)  # [B, A, N, H]
-        features = None if self.markov_head is None else self.markov_head.block(blocks.prev_ids, hidden)
-        return DraftOutput(blocks=blocks, hidden=hidden, features=features)
+        previous = self.previous_embedding(blocks.prev_ids)
+        features = None if previous is None else self.markov_head.block(previous, hidden)
+        return DraftOutput(blocks=blocks, hidden=hidden, previous=previous, features=features)
+
+    def previous_embedding(self, prev_ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch R"] | None:
+        """`markov_w1` rows of previous tokens (verifier ids), which the sequential and the confidence head both read."""
+        return None if self.markov_head is None else self.markov_head.markov_w1(prev_ids)
 
     def context(self, aux: Float[Tensor, "*batch L H"]) -> Float[Tensor, "*batch H"]:
         """H_ctx = RMSNorm(W_c [h^(l1); ...; h^(lm)]), taps in ascending layer order     (paper eq. 2)."""
         return self.hidden_norm(self.fc(aux.flatten(-2).to(self._input_dtype)))
 
     def confidence_logits(
-        self, hidden: Float[Tensor, "*batch H"], prev_ids: Int[Tensor, "*batch"], detach_prev: bool = False
+        self, hidden: Float[Tensor, "*batch H"], previous: Float[Tensor, "*batch R"] | None
     ) -> Float[Tensor, "*batch"]:
-        """Logit of `p_accept_given_prefix`     (paper eq. 7)."""
-        previous = None
-        if self.config.confidence_uses_prev_embedding:
-            previous = self.markov_head.markov_w1(prev_ids)
-            previous = previous.detach() if detach_prev else previous
-        return self.confidence_head(hidden, previous)
+        """Logit of `p_accept_given_prefix`, from the slot and the previous token's embedding     (paper eq. 7)."""
+        return self.confidence_head(hidden, previous if self.config.confidence_uses_prev_embedding else None)
 
     def logits(
         self, hidden: Float[Tensor, "*batch H"], features: Float[Tensor, "*batch R"] | None
@@ -144,7 +155,11 @@ class Draft(nn.Module):
     # ---- one block at a time: decoding
 
     def extend(
-        self, cache: ContextCache, aux: Float[Tensor, "B T L H"], positions: Int[Tensor, "B T"], counts: Int[Tensor, " B"]
+        self,
+        cache: ContextCache,
+        aux: Float[Tensor, "B T L H"],
+        positions: Int[Tensor, "B T"],
+        counts: Int[Tensor, " B"],
     ) -> None:
         """Append context keys and values of newly verified tokens; row b contributes its first `counts[b]` tokens.
 
@@ -168,7 +183,9 @@ class Draft(nn.Module):
                 store[i][row, place] = new
         cache.lengths = old + counts
 
-    def draft_block(self, cache: ContextCache, anchor_ids: Int[Tensor, " B"], width: int) -> Float[Tensor, "B N H"]:
+    def draft_block(
+        self, cache: ContextCache, anchor_ids: Int[Tensor, " B"], width: int
+    ) -> Float[Tensor, "B N H"]:
         """Hidden states of the proposals of one block a row, anchored at the first position after its cached context.
 
         `width` is the number of slots; the trained `block_size` unless a study drafts fewer.
@@ -219,7 +236,9 @@ class RaggedPlan:
         slot = torch.arange(self.width - q.shape[2], self.width, device=device)
         key = torch.arange(k_context.shape[1], device=device)
         anchor = self.lengths[:, None, None]
-        to_context = visible(anchor, slot[None, :, None], torch.zeros_like(anchor), key[None, None, :], self.window)
+        to_context = visible(
+            anchor, slot[None, :, None], torch.zeros_like(anchor), key[None, None, :], self.window
+        )
         own = visible_in_block(slot[:, None], torch.arange(self.width, device=device)[None, :], self.window)
         to_context = to_context.expand(len(q), len(slot), len(key))
         mask = torch.cat([to_context, own.expand(len(q), *own.shape)], dim=-1).unsqueeze(1)  # [B, 1, q, T+Q]

@@ -1,8 +1,9 @@
 """The sequential head: what the previous token of a block says about the next one.
 
 Every head is a rank-R vector times one matrix: `bias_i = markov_w2 @ r_i`, with `r_i` computed from `markov_w1[x_{i-1}]`
-(paper eq. 4-6). Heads return `r_i`, so that base logits and bias are one product `[z ; r] @ [W_head ; markov_w2].T` wherever
-logits are needed, and no [.., V] bias exists on its own.
+(paper eq. 4-6). Heads take the embedding of the previous token (a verifier id; the confidence head reads the same one) and return
+`r_i`, so that base logits and bias are one product `[z ; r] @ [W_head ; markov_w2].T` wherever logits are needed, and no
+[.., V] bias exists on its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 
@@ -32,17 +33,17 @@ class SequentialHead(nn.Module, ABC):
 
     @abstractmethod
     def step(
-        self, prev_ids: Int[Tensor, "..."], hidden: Float[Tensor, "... H"], state: Tensor | None
+        self, previous: Float[Tensor, "... R"], hidden: Float[Tensor, "... H"], state: Tensor | None
     ) -> tuple[Float[Tensor, "... R"], Tensor | None]:
-        """`r_i` and the next state, from the previous token (verifier id), the slot's hidden state and the state."""
+        """`r_i` and the next state, from `e_i = markov_w1[x_{i-1}]`, the slot's hidden state and the state."""
 
     def block(
-        self, prev_ids: Int[Tensor, "*batch N"], hidden: Float[Tensor, "*batch N H"]
+        self, previous: Float[Tensor, "*batch N R"], hidden: Float[Tensor, "*batch N H"]
     ) -> Float[Tensor, "*batch N R"]:
         """Teacher-forced `r_1..r_N`: `step` scanned over the proposals."""
         state = self.initial_state(hidden[..., 0, :])
         outputs = []
-        for i in range(prev_ids.shape[-1]):
-            features, state = self.step(prev_ids[..., i], hidden[..., i, :], state)
+        for i in range(previous.shape[-2]):
+            features, state = self.step(previous[..., i, :], hidden[..., i, :], state)
             outputs.append(features)
         return torch.stack(outputs, dim=-2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from dspark.nn.heads.base import SequentialHead
@@ -16,17 +16,20 @@ class RnnHead(SequentialHead):
     """
 
     def __init__(self, *, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int) -> None:
-        super().__init__(vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, hidden_size=hidden_size, rank=rank)
+        super().__init__(
+            vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, hidden_size=hidden_size, rank=rank
+        )
         self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def initial_state(self, hidden: Float[Tensor, "... H"]) -> Float[Tensor, "... R"]:
         return hidden.new_zeros(*hidden.shape[:-1], self.rank)
 
     def step(
-        self, prev_ids: Int[Tensor, "..."], hidden: Float[Tensor, "... H"], state: Tensor | None
+        self, previous: Float[Tensor, "... R"], hidden: Float[Tensor, "... H"], state: Tensor | None
     ) -> tuple[Float[Tensor, "... R"], Float[Tensor, "... R"]]:
-        embedding = self.markov_w1(prev_ids).to(hidden.dtype)
-        joint = self.joint_proj(torch.cat([state.to(hidden.dtype), embedding, hidden], dim=-1))
+        joint = self.joint_proj(
+            torch.cat([state.to(hidden.dtype), previous.to(hidden.dtype), hidden], dim=-1)
+        )
         gate, candidate, output = joint.chunk(3, dim=-1)
         keep = torch.sigmoid(gate)
         return torch.tanh(output), keep * state + (1.0 - keep) * torch.tanh(candidate)

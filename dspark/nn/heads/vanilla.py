@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from dspark.nn.heads.base import SequentialHead
@@ -12,11 +12,11 @@ class VanillaHead(SequentialHead):
     """`r_i = markov_w1[x_{i-1}]`."""
 
     def step(
-        self, prev_ids: Int[Tensor, "..."], hidden: Float[Tensor, "... H"], state: Tensor | None
+        self, previous: Float[Tensor, "... R"], hidden: Float[Tensor, "... H"], state: Tensor | None
     ) -> tuple[Float[Tensor, "... R"], None]:
-        return self.markov_w1(prev_ids), None
+        return previous, None
 
     def block(
-        self, prev_ids: Int[Tensor, "*batch N"], hidden: Float[Tensor, "*batch N H"]
+        self, previous: Float[Tensor, "*batch N R"], hidden: Float[Tensor, "*batch N H"]
     ) -> Float[Tensor, "*batch N R"]:
-        return self.markov_w1(prev_ids)
+        return previous

@@ -8,10 +8,12 @@ rounds  one row for each anchor: `visit` (expected rounds that start there), `pr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
 
 from dspark.acceptance import tau_from_counts
 from dspark.blocks import DraftBatch
@@ -20,13 +22,14 @@ from dspark.data.features import DocumentInfo, FeatureCache
 from dspark.nn.draft import Draft
 from dspark.replay import Replay, replay_document
 
-SLOT_COLUMNS = (
-    "run_id dataset domain prompt_id doc_id anchor position reached accepted r alpha confidence p_prefix_survives entropy "
-    "max_prob margin temperature draft_sampling mode"
-).split()
-ROUND_COLUMNS = (
-    "run_id dataset domain prompt_id doc_id anchor visit proposed accepted emitted draft_ms verify_ms temperature mode"
-).split()
+SLOT_COLUMNS = ["run_id", "dataset", "domain", "prompt_id", "doc_id", "anchor", "position", "reached", "accepted", "r", "alpha", "confidence", "p_prefix_survives", "entropy", "max_prob", "margin", "temperature", "draft_sampling", "mode"]
+ROUND_COLUMNS = ["run_id", "dataset", "domain", "prompt_id", "doc_id", "anchor", "visit", "proposed", "accepted", "emitted", "draft_ms", "verify_ms", "temperature", "mode"]
+
+
+def with_final_norm(batch: DraftBatch, *, weight: torch.Tensor, eps: float) -> DraftBatch:
+    """The batch with `last` after the verifier's final norm, for caches that hold the state before it."""
+    last = F.rms_norm(batch.last.float(), batch.last.shape[-1:], weight.float().to(batch.last.device), eps)
+    return replace(batch, last=last.to(batch.last.dtype))
 
 
 def replay_tables(

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -197,6 +197,12 @@ class Verifier:
         weight = self.decoder.norm.weight.detach()
         return weight.float() + 1.0 if self.final_norm_offset else weight.to(torch.bfloat16)
 
+    def next_logits(self, hidden: Tensor) -> Tensor:
+        """fp32 logits [rows, W] of post-norm hidden states in the compute dtype, unrounded: what generation draws from."""
+        if hidden.dtype == torch.bfloat16:
+            return self.logits(hidden)
+        return self.info.logit_scale * (hidden.float() @ self._head_weight.float().T)
+
     def logits(self, last: Tensor) -> Tensor:
         """fp32 logits [..., W] of post-norm hidden states [..., H], rounded to bf16 as a cache stores them."""
         flat = last.reshape(-1, last.shape[-1])
@@ -257,8 +263,16 @@ class Verifier:
             lse[real] = self.lse(last[real])
         return Capture(aux=aux, last=last, lse=lse)
 
-    def chat_ids(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> list[int]:
-        """Token ids of a conversation as the verifier's own chat template renders it, as a server would.
+    def chat_text(
+        self,
+        messages: Sequence[dict[str, str]],
+        *,
+        add_generation_prompt: bool,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation as the verifier's own chat template renders it, before tokenising.
+
+        `template_options` reach the template, for example `{"enable_thinking": False}`.
 
         Raises:
             ValueError: if the tokenizer has no chat template.
@@ -267,9 +281,28 @@ class Verifier:
             raise ValueError(
                 f"the tokenizer of {self.info.name!r} has no chat template; use a chat model or give the folder one."
             )
-        return list(
-            self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False
+        return self.tokenizer.apply_chat_template(
+            list(messages),
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **dict(template_options or {}),
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of rendered text; special tokens are read from the text and none is added."""
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def chat_ids(
+        self,
+        messages: Sequence[dict[str, str]],
+        *,
+        add_generation_prompt: bool,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a rendered conversation, as a server that applies the same template would feed them."""
+        return self.encode(
+            self.chat_text(
+                messages, add_generation_prompt=add_generation_prompt, template_options=template_options
             )
         )
 
@@ -427,7 +460,9 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     config, name = model.config, type(model).__name__
     text = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} is an encoder-decoder; a verifier must be a decoder-only causal language model.")
+        raise ValueError(
+            f"{name} is an encoder-decoder; a verifier must be a decoder-only causal language model."
+        )
     decoder = find_decoder(model)
     if len(decoder.layers) != text.num_hidden_layers:
         raise ValueError(
@@ -444,7 +479,9 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     if head is None or not hasattr(head, "weight"):
         raise ValueError(f"{name} has no output head (get_output_embeddings); load a causal language model.")
     if getattr(head, "bias", None) is not None:
-        raise ValueError(f"{name} has a bias in its output head, which no draft head can carry; not supported.")
+        raise ValueError(
+            f"{name} has a bias in its output head, which no draft head can carry; not supported."
+        )
 
 
 def find_decoder(model: PreTrainedModel) -> nn.Module:
@@ -453,7 +490,13 @@ def find_decoder(model: PreTrainedModel) -> nn.Module:
     Raises:
         ValueError: if there is none.
     """
-    for path in ("model", "model.language_model", "language_model.model", "language_model", "model.text_model"):
+    for path in (
+        "model",
+        "model.language_model",
+        "language_model.model",
+        "language_model",
+        "model.text_model",
+    ):
         module: Any = model
         for part in path.split("."):
             module = getattr(module, part, None)
@@ -545,7 +588,9 @@ def _norm_offset(norm: nn.Module, hidden_size: int) -> bool:
     """
     weight = getattr(norm, "weight", None)
     if weight is None or getattr(norm, "bias", None) is not None:
-        raise ValueError(f"the final norm is a {type(norm).__name__}; expected an RMSNorm with a weight and no bias.")
+        raise ValueError(
+            f"the final norm is a {type(norm).__name__}; expected an RMSNorm with a weight and no bias."
+        )
     probe = torch.linspace(-2.0, 3.0, hidden_size, device=weight.device)[None].to(weight.dtype)
     x = probe.float()
     unit = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _norm_eps(norm))

@@ -11,7 +11,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from dspark.verifier import Verifier
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
-SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|mask|>", "<|unused|>")
+SPECIAL_TOKENS = (
+    "<|pad|>",
+    "<|bos|>",
+    "<|end|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|system|>",
+    "<|mask|>",
+    "<|unused|>",
+)
 CHAT_TEMPLATE = (
     "{{ '<|bos|>' }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -93,6 +102,12 @@ def tiny_verifier(
 ) -> Verifier:
     """`tiny_model` as a verifier; its 272 embedding rows exceed the tokenizer's 264 entries on purpose."""
     model = tiny_model(
-        family, hidden_size=hidden_size, num_layers=num_layers, vocab_size=vocab_size, tied=tied, seed=seed, **overrides
+        family,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        vocab_size=vocab_size,
+        tied=tied,
+        seed=seed,
+        **overrides,
     )
     return Verifier.from_model(model, tiny_tokenizer(), name=f"tiny-{family}")

@@ -1,0 +1,628 @@
+"""The feature cache: hidden states of a verifier over whole documents, written once and read by every training run.
+
+A cache is a folder with `manifest.json`, `shard-00000.safetensors` ... and `verifier.safetensors`. Everything is written
+under a temporary name and renamed, so a file with its final name is whole and a killed writer resumes where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dspark import __version__
+from dspark.config import Contract
+from dspark.verifier import Verifier, VerifierInfo
+
+log = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+UNFINISHED = "collecting.json"
+VERIFIER_FILE = "verifier.safetensors"
+SPLITS = ("train", "validation", "test")
+AUX_CONVENTION = "residual_after_i_layers"
+DTYPES = {"input_ids": "int32", "loss_mask": "bool", "aux": "bfloat16", "last": "bfloat16", "lse": "float32"}
+
+# Bytes of names, offsets and metadata a document adds to its shard's header, measured.
+DOCUMENT_OVERHEAD = 760
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentInfo:
+    """Where a document came from. `tokens` is its length S; `temperature` 0 means greedy text."""
+
+    doc_id: str
+    prompt_id: str
+    domain: str
+    split: str
+    temperature: float
+    finish_reason: str
+    prompt_tokens: int
+    response_tokens: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """One conversation and the verifier's states along it.
+
+    input_ids int64 [S]; loss_mask bool [S], true on tokens the verifier generated; aux bf16 [S, L, H]; last bf16 [S, H];
+    lse fp32 [S], the log-sum-exp of the verifier's logits over its whole vocabulary.
+    """
+
+    input_ids: Tensor
+    loss_mask: Tensor
+    aux: Tensor
+    last: Tensor
+    lse: Tensor
+    info: DocumentInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardInfo:
+    file: str
+    sha256: str
+    documents: int
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a cache holds and how it came to be. The fields above the line below `last` decide what its numbers mean."""
+
+    verifier: VerifierInfo
+    aux_layer_ids: tuple[int, ...]
+    mask_token_id: int
+    last: str
+    # ---- provenance -------------------------------------------------------------------------------------------------
+    dataset: str
+    responses_by: str
+    generation: dict[str, Any]
+    capture: dict[str, Any]
+    command: str
+    # ---- counted by the writer --------------------------------------------------------------------------------------
+    prompts_sha: str = ""
+    documents: int = 0
+    tokens: int = 0
+    supervised_tokens: int = 0
+    splits: dict[str, int] = field(default_factory=dict)
+    domains: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
+    stopped: str = "complete"
+    shards: tuple[ShardInfo, ...] = ()
+    verifier_file: ShardInfo | None = None
+    aux_convention: str = AUX_CONVENTION
+    dtypes: dict[str, str] = field(default_factory=lambda: dict(DTYPES))
+    format_version: int = FORMAT_VERSION
+    producer: str = f"dspark {__version__}"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "aux_layer_ids", tuple(int(i) for i in self.aux_layer_ids))
+        object.__setattr__(self, "shards", tuple(self.shards))
+        if self.last not in ("post_norm", "pre_norm"):
+            raise ValueError(f"manifest: last is {self.last!r}; expected post_norm or pre_norm.")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all shards and of the verifier's weights."""
+        return sum(s.bytes for s in self.shards) + (self.verifier_file.bytes if self.verifier_file else 0)
+
+    def contract(self) -> Contract:
+        """The facts that a draft trained on this cache must share with it."""
+        return Contract(
+            verifier_sha=self.verifier.weights_sha,
+            tokenizer_sha=self.verifier.tokenizer_sha,
+            hidden_size=self.verifier.hidden_size,
+            vocab_size=self.verifier.vocab_size,
+            num_verifier_layers=self.verifier.num_layers,
+            aux_layer_ids=self.aux_layer_ids,
+            last=self.last,
+            mask_token_id=self.mask_token_id,
+            rope_theta=self.verifier.rope_theta,
+        )
+
+    def structure(self) -> dict[str, Any]:
+        """Every field that decides what the numbers mean; two jobs may share a folder only if these agree."""
+        verifier = asdict(self.verifier)
+        for where_it_lay in ("name", "path", "revision"):
+            verifier.pop(where_it_lay)
+        return {
+            **{f"verifier.{k}": v for k, v in verifier.items()},
+            "aux_layer_ids": self.aux_layer_ids,
+            "aux_convention": self.aux_convention,
+            "mask_token_id": self.mask_token_id,
+            "last": self.last,
+            "dtypes": self.dtypes,
+            "dataset": self.dataset,
+            "format_version": self.format_version,
+        }
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Parse a manifest file.
+
+        Raises:
+            ValueError: if it is damaged or of another format version.
+        """
+        try:
+            values = json.loads(path.read_text())
+            version = values["format_version"]
+        except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{path} is not a cache manifest ({error}); collect into a new folder."
+            ) from error
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"{path} has format version {version}, this release reads {FORMAT_VERSION}; collect again."
+            )
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(
+                f"{path} has unknown keys {unknown}; it was written by {values.get('producer')}."
+            )
+        values["verifier"] = VerifierInfo(**values["verifier"])
+        values["shards"] = tuple(ShardInfo(**s) for s in values["shards"])
+        if values["verifier_file"]:
+            values["verifier_file"] = ShardInfo(**values["verifier_file"])
+        return cls(**values)
+
+
+def document_id(
+    input_ids: Sequence[int] | Tensor, loss_mask: Sequence[bool] | Tensor, *, temperature: float
+) -> str:
+    """Content hash of a document: its tokens, which of them were generated, and at which temperature."""
+    ids = torch.as_tensor(input_ids).to(torch.int32).contiguous().numpy().tobytes()
+    mask = torch.as_tensor(loss_mask).to(torch.uint8).contiguous().numpy().tobytes()
+    return hashlib.sha256(ids + b"|" + mask + b"|" + f"{temperature:.4f}".encode()).hexdigest()[:20]
+
+
+def document_bytes(tokens: int, *, num_aux_layers: int, hidden_size: int) -> int:
+    """Bytes one document of `tokens` tokens takes in a shard, header included."""
+    return tokens * (4 + 1 + 4 + 2 * hidden_size * (num_aux_layers + 1)) + DOCUMENT_OVERHEAD
+
+
+class FeatureWriter:
+    """Writes a cache folder shard by shard; opening a folder again continues it.
+
+    `add` after `resume` skips nothing by itself: ask `doc_id in writer`. Use as a context manager or call `close`, which
+    writes the manifest; until then readers see the folder as unfinished (or as it was before it was reopened).
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        manifest: Manifest,
+        *,
+        shard_bytes: int,
+        byte_budget: int | None = None,
+        max_bad_fraction: float = 0.01,
+    ) -> None:
+        """Begin or continue the cache at `path`.
+
+        `byte_budget` bounds the whole folder; `max_bad_fraction` is the share of documents with non-finite states above
+        which `close` refuses (skipped documents are counted either way).
+
+        Raises:
+            ValueError: if the folder holds a cache whose structural fields differ, naming each with both values.
+        """
+        self.path = Path(path)
+        self.manifest = manifest
+        self._shard_bytes, self._budget, self._max_bad = shard_bytes, byte_budget, max_bad_fraction
+        self.skipped: Counter[str] = Counter()
+        self.stopped = "complete"
+        self._infos: dict[str, DocumentInfo] = {}
+        self._shards: list[ShardInfo] = []
+        self._pending: list[Document] = []
+        self._pending_bytes = 0
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._continue()
+        self._splits_of_prompt = {i.prompt_id: i.split for i in self._infos.values()}
+        self.resumed = len(self._infos)
+        _write_text(self.path / UNFINISHED, manifest.to_json())
+
+    def __contains__(self, doc_id: str) -> bool:
+        return doc_id in self._infos
+
+    def __enter__(self) -> FeatureWriter:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self.close()
+
+    @property
+    def bytes_written(self) -> int:
+        weights = self.path / VERIFIER_FILE
+        return (
+            sum(s.bytes for s in self._shards)
+            + self._pending_bytes
+            + (weights.stat().st_size if weights.exists() else 0)
+        )
+
+    def write_verifier(self, verifier: Verifier) -> None:
+        """Store the frozen tensors a draft shares: embeddings, final norm, and the head unless it is tied."""
+        target = self.path / VERIFIER_FILE
+        if target.exists():
+            return
+        tensors = {
+            "embed_tokens.weight": verifier.embed_weight().cpu().contiguous(),
+            "norm.weight": verifier.final_norm_weight().cpu().contiguous(),
+        }
+        if not verifier.info.tied:
+            tensors["lm_head.weight"] = verifier.head_weight().cpu().contiguous()
+        _save_tensors(target, tensors, {"weights_sha": verifier.info.weights_sha})
+
+    def add(self, document: Document) -> bool:
+        """Append a document. Returns False, and keeps it out, once the byte budget would be passed.
+
+        Documents with NaN or infinite states are skipped and counted under `skipped["not_finite"]`.
+
+        Raises:
+            ValueError: if tensor shapes disagree with the manifest or a prompt would be in two splits.
+        """
+        self._check(document)
+        info = document.info
+        if info.doc_id in self._infos:
+            self.skipped["duplicate"] += 1
+            return True
+        if not all(bool(torch.isfinite(t).all()) for t in (document.aux, document.last, document.lse)):
+            self.skipped["not_finite"] += 1
+            log.warning("document %s has NaN or infinite hidden states; skipped", info.doc_id)
+            return True
+        size = document_bytes(
+            info.tokens,
+            num_aux_layers=len(self.manifest.aux_layer_ids),
+            hidden_size=self.manifest.verifier.hidden_size,
+        )
+        if self._budget is not None and self.bytes_written + size > self._budget:
+            self.stopped = "byte_budget"
+            return False
+        self._infos[info.doc_id] = info
+        self._splits_of_prompt[info.prompt_id] = info.split
+        self._pending.append(document)
+        self._pending_bytes += size
+        if self._pending_bytes >= self._shard_bytes:
+            self.flush()
+        return True
+
+    def flush(self) -> None:
+        """Write the pending documents as one shard; from here on a kill cannot lose them."""
+        if not self._pending:
+            return
+        number = 1 + max((int(s.file[6:11]) for s in self._shards), default=-1)
+        file = f"shard-{number:05d}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for d, document in enumerate(self._pending):
+            tensors[f"{d:05d}.input_ids"] = document.input_ids.to(torch.int32)
+            tensors[f"{d:05d}.loss_mask"] = document.loss_mask.to(torch.bool)
+            tensors[f"{d:05d}.aux"] = document.aux.to(torch.bfloat16)
+            tensors[f"{d:05d}.last"] = document.last.to(torch.bfloat16)
+            tensors[f"{d:05d}.lse"] = document.lse.to(torch.float32)
+        metadata = {"documents": json.dumps([asdict(d.info) for d in self._pending])}
+        _save_tensors(self.path / file, {k: v.cpu().contiguous() for k, v in tensors.items()}, metadata)
+        self._shards.append(
+            _describe_file(self.path / file, len(self._pending), sum(d.info.tokens for d in self._pending))
+        )
+        self._pending, self._pending_bytes = [], 0
+
+    def close(self, *, skipped: Mapping[str, int] | None = None) -> Manifest:
+        """Write the last shard and the manifest. `skipped` adds counts of documents that never reached the writer.
+
+        Raises:
+            ValueError: if nothing was written, or too many documents had non-finite states.
+        """
+        self.flush()
+        bad, seen = self.skipped["not_finite"], len(self._infos) + self.skipped["not_finite"]
+        if seen and bad / seen > self._max_bad:
+            raise ValueError(
+                f"{bad} of {seen} documents had NaN or infinite hidden states, more than the allowed share of "
+                f"{self._max_bad:g}. Check the verifier's dtype, or raise max_bad_fraction."
+            )
+        if not self._infos:
+            raise ValueError(
+                f"no document was written to {self.path}; skipped: {dict(self.skipped) or 'nothing'}."
+            )
+        infos = list(self._infos.values())
+        prompts = sorted({f"{i.prompt_id}/{i.split}" for i in infos})
+        manifest = replace(
+            self.manifest,
+            prompts_sha=hashlib.sha256("\n".join(prompts).encode()).hexdigest(),
+            documents=len(infos),
+            tokens=sum(i.tokens for i in infos),
+            supervised_tokens=sum(i.response_tokens for i in infos),
+            splits=dict(sorted(Counter(i.split for i in infos).items())),
+            domains=dict(sorted(Counter(i.domain for i in infos).items())),
+            skipped={k: v for k, v in sorted((self.skipped + Counter(skipped or {})).items()) if v},
+            stopped=self.stopped,
+            shards=tuple(self._shards),
+            verifier_file=_describe_file(self.path / VERIFIER_FILE, 0, 0),
+        )
+        _write_text(self.path / MANIFEST, manifest.to_json())
+        (self.path / UNFINISHED).unlink(missing_ok=True)
+        self.manifest = manifest
+        return manifest
+
+    def _continue(self) -> None:
+        recorded: dict[str, ShardInfo] = {}
+        for name in (UNFINISHED, MANIFEST):
+            if (self.path / name).exists():
+                earlier = Manifest.read(self.path / name)
+                recorded = {s.file: s for s in earlier.shards}
+                mine, theirs = (
+                    json_round_trip(self.manifest.structure()),
+                    json_round_trip(earlier.structure()),
+                )
+                differing = [k for k in mine if mine[k] != theirs.get(k)]
+                if differing:
+                    rows = "; ".join(f"{k}: {mine[k]!r} now, {theirs.get(k)!r} there" for k in differing)
+                    raise ValueError(
+                        f"{self.path} holds a cache of another kind ({rows}). Choose another name or delete the folder."
+                    )
+        for leftover in self.path.glob("*.tmp"):
+            leftover.unlink()
+        for file in sorted(self.path.glob("shard-*.safetensors")):
+            if file.name in recorded:
+                _verify_file(self.path, recorded[file.name], hashed=True)
+            infos = _shard_documents(file)
+            self._infos.update({i.doc_id: i for i in infos})
+            self._shards.append(
+                recorded.get(file.name) or _describe_file(file, len(infos), sum(i.tokens for i in infos))
+            )
+
+    def _check(self, document: Document) -> None:
+        info, manifest = document.info, self.manifest
+        tokens, hidden, layers = info.tokens, manifest.verifier.hidden_size, len(manifest.aux_layer_ids)
+        expected = {
+            "input_ids": (tokens,),
+            "loss_mask": (tokens,),
+            "aux": (tokens, layers, hidden),
+            "last": (tokens, hidden),
+            "lse": (tokens,),
+        }
+        for name, shape in expected.items():
+            found = tuple(getattr(document, name).shape)
+            if found != shape:
+                raise ValueError(
+                    f"document {info.doc_id}: {name} has shape {found}; {tokens} tokens need {shape}."
+                )
+        if info.split not in SPLITS:
+            raise ValueError(f"document {info.doc_id}: split is {info.split!r}; expected one of {SPLITS}.")
+        other = self._splits_of_prompt.get(info.prompt_id, info.split)
+        if other != info.split:
+            raise ValueError(
+                f"prompt {info.prompt_id} is in the splits {other!r} and {info.split!r}; splits must be disjoint."
+            )
+        if bool((document.input_ids == manifest.mask_token_id).any()):
+            raise ValueError(
+                f"document {info.doc_id} contains the mask token {manifest.mask_token_id}; choose a mask_token_id that "
+                "never occurs in text."
+            )
+
+
+class FeatureCache:
+    """Read access to a cache. Documents are memory-mapped; indexing costs no copy of the hidden states."""
+
+    def __init__(
+        self, path: Path, manifest: Manifest, infos: list[DocumentInfo], places: list[tuple[int, int]]
+    ) -> None:
+        self.path, self.manifest = path, manifest
+        self._infos, self._places = infos, places
+        self._handles: dict[int, Any] = {}
+
+    @classmethod
+    def open(cls, path: str | Path, *, verify: str = "hash") -> FeatureCache:
+        """Open the cache at `path`.
+
+        `verify="hash"` reads every byte once, compares sha256 sums and recomputes some targets (`check_targets`);
+        `"sizes"` compares file sizes and document counts only.
+
+        Raises:
+            ValueError: if there is no finished cache, or a file is missing, cut short or damaged, naming it.
+        """
+        path = Path(path)
+        if verify not in ("hash", "sizes"):
+            raise ValueError(f"verify is {verify!r}; expected 'hash' or 'sizes'.")
+        if not (path / MANIFEST).is_file():
+            state = (
+                "an unfinished cache; run the same collect command again to finish it"
+                if (path / UNFINISHED).exists()
+                else "no cache; `python -m experiments.collect` writes one"
+            )
+            raise ValueError(f"{path} holds {state}.")
+        manifest = Manifest.read(path / MANIFEST)
+        for part in (*manifest.shards, manifest.verifier_file):
+            if part is None:
+                raise ValueError(f"{path / MANIFEST} lists no {VERIFIER_FILE}; collect again.")
+            _verify_file(path, part, hashed=verify == "hash")
+        infos: list[DocumentInfo] = []
+        places: list[tuple[int, int]] = []
+        for s, shard in enumerate(manifest.shards):
+            documents = _shard_documents(path / shard.file)
+            if len(documents) != shard.documents:
+                raise ValueError(
+                    f"{path / shard.file} holds {len(documents)} documents, the manifest says {shard.documents}; {_REPAIR}"
+                )
+            infos += documents
+            places += [(s, d) for d in range(len(documents))]
+        if len(infos) != manifest.documents:
+            raise ValueError(
+                f"{path} holds {len(infos)} documents, its manifest says {manifest.documents}; collect again."
+            )
+        cache = cls(path, manifest, infos, places)
+        if verify == "hash":
+            cache.check_targets()
+        return cache
+
+    def contract(self) -> Contract:
+        """The facts that a draft trained on this cache must share with it."""
+        return self.manifest.contract()
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def __iter__(self) -> Iterator[Document]:
+        return (self[i] for i in range(len(self)))
+
+    def info(self, index: int) -> DocumentInfo:
+        return self._infos[index]
+
+    def __getitem__(self, index: int) -> Document:
+        shard, d = self._places[index]
+        handle = self._handle(shard)
+
+        def tensor(name: str) -> Tensor:
+            return handle.get_tensor(f"{d:05d}.{name}")
+
+        return Document(
+            input_ids=tensor("input_ids").long(),
+            loss_mask=tensor("loss_mask"),
+            aux=tensor("aux"),
+            last=tensor("last"),
+            lse=tensor("lse"),
+            info=self._infos[index],
+        )
+
+    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
+        """`input_ids` and `loss_mask` alone, without touching the hidden states."""
+        shard, d = self._places[index]
+        handle = self._handle(shard)
+        return handle.get_tensor(f"{d:05d}.input_ids").long(), handle.get_tensor(f"{d:05d}.loss_mask")
+
+    def select(
+        self, *, split: str | None = None, domain: str | None = None, temperature: float | None = None
+    ) -> list[int]:
+        """Indices of the documents that match every given property, in cache order."""
+        return [
+            i
+            for i, info in enumerate(self._infos)
+            if (split is None or info.split == split)
+            and (domain is None or info.domain == domain)
+            and (temperature is None or math.isclose(info.temperature, temperature))
+        ]
+
+    def verifier_weights(self) -> dict[str, Tensor]:
+        """`embed_tokens.weight` [W, H], `norm.weight` [H], `lm_head.weight` [W, H] (the same tensor where tied)."""
+        with safe_open(self.path / VERIFIER_FILE, framework="pt") as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        weights.setdefault("lm_head.weight", weights["embed_tokens.weight"])
+        return weights
+
+    def check_targets(self, *, documents: int = 4, rows: int = 8) -> None:
+        """Recompute `lse` from `last`, the norm the manifest states and the head, on a few rows of a few documents.
+
+        A state stored on the wrong side of the final norm, a foreign head or a missing logit scale all show here.
+
+        Raises:
+            ValueError: if a value differs by more than 0.01 + 0.1 %.
+        """
+        picked = sorted(
+            {round(i * (len(self) - 1) / max(1, documents - 1)) for i in range(min(documents, len(self)))}
+        )
+        weights = self.verifier_weights()
+        for index in picked:
+            document = self[index]
+            at = torch.linspace(0, document.info.tokens - 1, min(rows, document.info.tokens)).long()
+            found = target_lse(document.last[at], weights, self.manifest)
+            worst = (found - document.lse[at]).abs().sub(0.001 * document.lse[at].abs()).max().item()
+            if not worst <= 0.01:
+                raise ValueError(
+                    f"{self.path}: document {document.info.doc_id}: the stored log-sum-exp differs by {worst:.3g} from what "
+                    f"its last hidden state (recorded as {self.manifest.last}) gives with the stored head. The states are "
+                    "on the other side of the final norm, or of another verifier; collect again."
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_handles": {}}
+
+    def _handle(self, shard: int) -> Any:
+        if shard not in self._handles:
+            self._handles[shard] = safe_open(self.path / self.manifest.shards[shard].file, framework="pt")
+        return self._handles[shard]
+
+
+def target_lse(
+    last: Tensor, weights: Mapping[str, Tensor], manifest: Manifest, *, columns: int = 16384
+) -> Tensor:
+    """fp32 [rows]: log-sum-exp over the whole vocabulary of the logits that stored states `last` [rows, H] stand for."""
+    x = last.float()
+    if manifest.last == "pre_norm":
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + manifest.verifier.rms_norm_eps)
+        x = (x * weights["norm.weight"].float()).to(torch.bfloat16).float()
+    parts = [
+        (manifest.verifier.logit_scale * (x @ part.float().T)).logsumexp(-1)
+        for part in weights["lm_head.weight"].split(columns)
+    ]
+    return torch.stack(parts).logsumexp(0)
+
+
+_REPAIR = "delete that file and run the same collect command again; it rewrites only what is missing."
+
+
+def json_round_trip(values: Any) -> Any:
+    """`values` as JSON would give them back (tuples become lists), so that comparisons ignore the container."""
+    return json.loads(json.dumps(values))
+
+
+def _shard_documents(file: Path) -> list[DocumentInfo]:
+    try:
+        with safe_open(file, framework="pt") as handle:
+            return [DocumentInfo(**d) for d in json.loads(handle.metadata()["documents"])]
+    except (SafetensorError, OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} cannot be read ({error}); {_REPAIR}") from error
+
+
+def _verify_file(folder: Path, part: ShardInfo, *, hashed: bool) -> None:
+    file = folder / part.file
+    if not file.is_file():
+        raise ValueError(
+            f"{file} is missing; run the same collect command again; it rewrites only what is missing."
+        )
+    size = file.stat().st_size
+    if size != part.bytes:
+        raise ValueError(f"{file} has {size} bytes, its manifest says {part.bytes}; {_REPAIR}")
+    if hashed and (found := _sha256(file)) != part.sha256:
+        raise ValueError(
+            f"{file} is damaged: sha256 {found[:16]}..., its manifest says {part.sha256[:16]}...; {_REPAIR}"
+        )
+
+
+def _describe_file(file: Path, documents: int, tokens: int) -> ShardInfo:
+    return ShardInfo(
+        file=file.name, sha256=_sha256(file), documents=documents, tokens=tokens, bytes=file.stat().st_size
+    )
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _save_tensors(target: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    temporary = target.with_name(target.name + ".tmp")
+    save_file(tensors, temporary, metadata=metadata)
+    with temporary.open("rb") as stream:
+        os.fsync(stream.fileno())
+    temporary.rename(target)
+
+
+def _write_text(target: Path, text: str) -> None:
+    temporary = target.with_name(target.name + ".tmp")
+    temporary.write_text(text)
+    temporary.rename(target)

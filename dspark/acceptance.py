@@ -8,7 +8,6 @@ emit no bonus; emitted / rounds is therefore smaller than tau, by less than one 
 from __future__ import annotations
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from torch import Tensor
 

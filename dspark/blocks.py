@@ -152,12 +152,12 @@ def position_weights(
 
 
 def visible(
-    anchor: Int[Tensor, "..."],
-    slot: Int[Tensor, "..."],
-    start: Int[Tensor, "..."],
-    key: Int[Tensor, "..."],
+    anchor: Int[Tensor, ...],
+    slot: Int[Tensor, ...],
+    start: Int[Tensor, ...],
+    key: Int[Tensor, ...],
     window: int | None,
-) -> Bool[Tensor, "..."]:
+) -> Bool[Tensor, ...]:
     """Whether context token `key` (row index) is seen by slot `slot` of the block at row index `anchor`.
 
     Context runs from the document's start to the token before the anchor. With a window the query at position p = anchor +
@@ -168,8 +168,8 @@ def visible(
 
 
 def visible_in_block(
-    query_slot: Int[Tensor, "..."], key_slot: Int[Tensor, "..."], window: int | None
-) -> Bool[Tensor, "..."]:
+    query_slot: Int[Tensor, ...], key_slot: Int[Tensor, ...], window: int | None
+) -> Bool[Tensor, ...]:
     """Whether a block's slot sees another: all do on full layers; sliding layers are causal and windowed, as in serving."""
     if window is None:
         return torch.ones_like(query_slot - key_slot, dtype=torch.bool)

@@ -8,7 +8,7 @@ decoder layers, before any final norm (the convention of vLLM and speculators; T
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -38,9 +38,9 @@ class DraftConfig:
     block_size: int
     sample_from_anchor: bool
     mask_token_id: int
-    aux_layer_ids: tuple[int, ...]
+    aux_layer_ids: Sequence[int]
     num_verifier_layers: int
-    layer_types: tuple[str, ...]
+    layer_types: Sequence[str]
     sliding_window: int | None
     head: str
     markov_rank: int
@@ -151,7 +151,7 @@ class Contract:
     hidden_size: int | None = None
     vocab_size: int | None = None
     num_verifier_layers: int | None = None
-    aux_layer_ids: tuple[int, ...] | None = None
+    aux_layer_ids: Sequence[int] | None = None
     last: str | None = None
     mask_token_id: int | None = None
     block_size: int | None = None
@@ -159,7 +159,7 @@ class Contract:
     rope_theta: float | None = None
     draft_vocab_size: int | None = None
     vocab_map_sha: str | None = None
-    layer_types: tuple[str, ...] | None = None
+    layer_types: Sequence[str] | None = None
     sliding_window: int | None = None
 
     def __post_init__(self) -> None:

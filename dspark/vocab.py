@@ -64,9 +64,9 @@ class VocabMap:
         """Content hash of the kept ids."""
         return hashlib.sha256(self.kept.numpy().tobytes() + str(self.vocab_size).encode()).hexdigest()[:16]
 
-    def draft_to_target(self, ids: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    def draft_to_target(self, ids: Int[Tensor, ...]) -> Int[Tensor, ...]:
         return self.kept.to(ids.device)[ids]
 
-    def target_to_draft(self, ids: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+    def target_to_draft(self, ids: Int[Tensor, ...]) -> Int[Tensor, ...]:
         """Draft id of a verifier id; -1 where the draft cannot propose it."""
         return self._to_draft.to(ids.device)[ids]

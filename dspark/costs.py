@@ -80,14 +80,14 @@ class CostTable:
 
     def step_ms(self, tokens: Int[Array, "*shape"], requests: int) -> Float[Array, "*shape"]:
         """Milliseconds of a whole speculative step: draft for `requests`, then verify `tokens`."""
-        return self.verify_ms_at(tokens) + self.draft_ms_at(np.asarray(requests))
+        return np.asarray(self.verify_ms_at(tokens) + self.draft_ms_at(np.asarray(requests)))
 
     def sps(self, *, requests: int, max_tokens: int) -> Float[Array, " B"]:
         """SPS(B) for B = 0..max_tokens: speculative steps a second with `requests` requests. Entry 0 is 0."""
         return np.concatenate([[0.0], 1000.0 / self.step_ms(np.arange(1, max_tokens + 1), requests)])
 
     def is_extrapolated(self, tokens: Int[Array, "*shape"]) -> Bool[Array, "*shape"]:
-        return np.asarray(tokens) > self.tokens[-1]
+        return np.asarray(np.asarray(tokens) > self.tokens[-1])
 
     def is_convex(self, max_tokens: int) -> bool:
         """Whether seconds a step are convex up to `max_tokens`; Algorithm 1 then finds the global optimum."""

@@ -297,9 +297,7 @@ def compare(
         policy: run(
             walk,
             policy,
-            score=scores[policy.source]
-            if policy.kind == "threshold"
-            else prefix_scores.get(policy.source, walk.kept),
+            score=_score_of(policy, scores, prefix_scores),
             costs=costs,
             lanes=lanes,
             steps=steps,

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
-from scipy.special import expit, logit
+from scipy.special import expit
+
+from dspark.runs import RunManifest, write_table
 
 DOMAINS = {"math": 1.8, "code": 1.3, "chat": 0.2}  # mean acceptance logit
 
@@ -84,6 +90,13 @@ def _document(domain, prompt_id, truth, keep, said, mode, rng) -> pd.DataFrame:
     return table
 
 
-def exact_logits(slots: pd.DataFrame) -> np.ndarray:
-    """The acceptance logit behind each slot."""
-    return logit(slots["alpha"].to_numpy())
+def made_up_run(folder: Path, slots: dict[str, pd.DataFrame]) -> Path:
+    """A run folder that holds nothing but a manifest and the slot tables of its evaluations."""
+    folder.mkdir(parents=True)
+    manifest = RunManifest(
+        run_id=folder.name, command="", overrides=[], config_sha="", seed=0, verifier={}, data={}, parent=None
+    )
+    (folder / "manifest.json").write_text(json.dumps(asdict(manifest)))
+    for name, table in slots.items():
+        write_table(table, folder / "eval" / name / "slots.parquet")
+    return folder

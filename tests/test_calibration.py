@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
+from hydra import compose, initialize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -15,7 +16,8 @@ from sklearn.metrics import brier_score_loss, roc_auc_score
 from sklearn.metrics import log_loss as sk_log_loss
 
 from dspark import calibration as cal
-from tests.slot_tables import synthetic_slots
+from experiments.calibrate import calibrate
+from tests.slot_tables import made_up_run, synthetic_slots
 
 GRID = cal.temperature_grid(low=0.25, high=4.0, points=81)
 
@@ -392,3 +394,70 @@ def test_scaling_keeps_the_order_within_a_position(c, temperatures):
     for raw, cooled in zip(c.T, calibration.p_accept_given_prefix(c).T):
         order = np.argsort(raw, kind="stable")
         assert (np.diff(cooled[order]) >= -1e-12).all()
+
+
+# The command
+
+
+def composed(*overrides: str):
+    with initialize(version_base="1.3", config_path="../configs"):
+        return compose(
+            "calibrate", overrides=["bootstrap.draws=20", "min_rounds=100", "grid.points=41", *overrides]
+        )
+
+
+@pytest.fixture(scope="module")
+def calibrated_run(tmp_path_factory):
+    tables = {
+        split: synthetic_slots(split=split, prompts=10, tokens=50, num_proposals=3, heat=2.5, seed=seed)
+        for seed, split in enumerate(("validation", "test"))
+    }
+    run = made_up_run(tmp_path_factory.mktemp("runs") / "a_run", tables)
+    calibrate(composed(f"run={run}"))
+    return run
+
+
+def test_the_command_writes_its_tables_and_lowers_the_error(calibrated_run):
+    out = calibrated_run / "calibration"
+    written = cal.Calibration.read(out / "calibration.json")
+    assert written.fit["set"] == "validation"
+    assert written.report["set"] == "test"
+    mean = written.report["mean_ece"]["confidence"]["all"]
+    assert mean["sts"] < 0.5 * mean["raw"]
+    metrics = pd.read_parquet(out / "calibration.parquet")
+    in_table = metrics.query(
+        "quantity == 'p_prefix_survives' and signal == 'confidence' and stage == 'sts' and domain == 'all' "
+        "and metric == 'ece' and binning == 'width'"
+    )["value"].mean()
+    assert in_table == pytest.approx(mean["sts"], abs=1e-6)
+    sweep = pd.read_parquet(out / "thresholds.parquet")
+    assert set(sweep["stage"]) == {"raw", "sts"}
+    assert json.loads((out / "manifest.json").read_text())["run_id"] == "a_run"
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["fit=test"], "fit and report are both 'test'"),
+        (["min_rounds=100000"], "set 'validation' of run a_run has"),
+        (["fit=train"], r"eval/train/slots\.parquet does not exist"),
+        (["fold=true"], "no complete 'best' checkpoint"),
+    ],
+)
+def test_the_command_refuses_what_would_mislead(calibrated_run, overrides, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        calibrate(composed(f"run={calibrated_run}", *overrides))
+
+
+def test_the_command_refuses_a_run_without_a_head_and_shared_prompts(tmp_path):
+    slots = synthetic_slots(split="validation", prompts=2, num_proposals=2)
+    blind = made_up_run(
+        tmp_path / "blind", {s: slots.assign(confidence=np.nan) for s in ("validation", "test")}
+    )
+    with pytest.raises(
+        ValueError, match=r"set 'validation' of run blind has no confidences: the run has no confidence head"
+    ):
+        calibrate(composed(f"run={blind}", "min_rounds=1"))
+    same = made_up_run(tmp_path / "same", {s: slots.assign(dataset=s) for s in ("validation", "test")})
+    with pytest.raises(ValueError, match="share 6 prompts"):
+        calibrate(composed(f"run={same}", "min_rounds=1"))

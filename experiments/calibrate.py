@@ -1,0 +1,178 @@
+"""Calibrate a run's confidence head: `python -m experiments.calibrate run=runs/<id> [fit=validation] [report=test]`.
+
+Reads the slot tables that `experiments.evaluate` left in the run, fits on one set, judges on another, and writes
+
+    calibration.json      temperatures by position, the single affine, maps of the free signals (dspark.calibration)
+    calibration.parquet   ECE, Brier, log loss, AUC and mean bias with intervals, by predictor, domain and position
+    reliability.parquet   the bins behind the reliability diagrams
+    thresholds.parquet    what a static threshold keeps and loses, raw and calibrated
+    manifest.json         what was read and how
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from omegaconf import DictConfig
+from rich.console import Console
+
+from dspark import calibration as cal
+from dspark.runs import (
+    Run,
+    current_command,
+    load_draft,
+    read_table,
+    save_draft,
+    utc_now,
+    write_table,
+    write_text,
+)
+from dspark.simulation import threshold_sweep
+from experiments.cli import command
+
+console = Console()
+
+
+@command("calibrate")
+def main(cfg: DictConfig) -> None:
+    calibrate(cfg)
+
+
+def calibrate(cfg: DictConfig) -> Path:
+    """The whole command; returns the folder it wrote."""
+    if cfg.fit == cfg.report:
+        raise ValueError(
+            f"fit and report are both {cfg.fit!r}; a calibration judged on the set it was fitted on says nothing. "
+            "Give two sets, for example fit=validation report=test."
+        )
+    run = Run.open(cfg.run)
+    out = Path(cfg.out) if cfg.out else run.path / "calibration"
+    slots = {name: read_table(run.eval_folder(name) / "slots.parquet") for name in (cfg.fit, cfg.report)}
+    fit, report = (cal.rounds_of(slots[name]) for name in (cfg.fit, cfg.report))
+    for name, rounds in ((cfg.fit, fit), (cfg.report, report)):
+        cal.require_calibratable(
+            rounds, what=f"set {name!r} of run {run.path.name}", min_rounds=int(cfg.min_rounds)
+        )
+    cal.require_disjoint(fit, report, fit_name=cfg.fit, report_name=cfg.report)
+    signals = [s for s in cfg.signals if not np.isnan(fit.values[s][fit.present]).any()]
+
+    with console.status("fitting temperatures"):
+        fitted = cal.fit(
+            fit,
+            run_id=run.path.name,
+            grid=cal.temperature_grid(
+                low=float(cfg.grid.low), high=float(cfg.grid.high), points=int(cfg.grid.points)
+            ),
+            bins=int(cfg.bins),
+            binning=cfg.fit_binning,
+            signals=signals,
+            source=_source(cfg.fit, slots[cfg.fit], fit),
+        )
+    with console.status("measuring, with bootstrap over prompts"):
+        metrics, bins = cal.report_table(
+            fitted,
+            report,
+            bins=int(cfg.bins),
+            draws=int(cfg.bootstrap.draws),
+            level=float(cfg.bootstrap.level),
+            seed=int(cfg.bootstrap.seed),
+        )
+    head = report.values["confidence"]
+    sweeps = [
+        threshold_sweep(report, score, np.linspace(0.0, 0.8, int(cfg.thresholds)).tolist()).assign(stage=stage)
+        for stage, score in (("raw", head), ("sts", fitted.calibration.p_accept_given_prefix(head)))
+    ]
+    summary = mean_ece(metrics)
+    calibration = replace(
+        fitted.calibration, report={**_source(cfg.report, slots[cfg.report], report), "mean_ece": summary}
+    )
+    calibration.write(out / "calibration.json")
+    for name, table in (
+        ("calibration", metrics),
+        ("reliability", bins),
+        ("thresholds", pd.concat(sweeps, ignore_index=True)),
+    ):
+        write_table(table.assign(run_id=run.path.name), out / f"{name}.parquet")
+    write_text(out / "manifest.json", _manifest(run, cfg, calibration))
+    if cfg.fold:
+        folder = fold_into_checkpoint(run, calibration, out / "folded")
+        console.print(f"affine folded into {folder}", highlight=False)
+    for line in _lines(summary):
+        console.print(line, highlight=False)
+    overall = summary["confidence"]["all"]
+    console.print(
+        f"[bold]mean ECE of the prefix product {100 * overall['raw']:.2f} % -> {100 * overall['sts']:.2f} %[/bold] on "
+        f"{cfg.report} ({report.frame['visit'].sum():.0f} rounds, {report.frame['prompt_id'].nunique()} prompts); "
+        f"{out / 'calibration.json'}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return out
+
+
+def mean_ece(metrics: pd.DataFrame) -> dict[str, dict[str, dict[str, float]]]:
+    """ECE of the prefix product, equal-width bins, averaged over positions: signal -> domain -> stage."""
+    rows = metrics.query("quantity == 'p_prefix_survives' and metric == 'ece' and binning == 'width'")
+    means = rows.groupby(["signal", "domain", "stage"])["value"].mean()
+    table: dict[str, dict[str, dict[str, float]]] = {}
+    for (signal, domain, stage), value in means.items():
+        table.setdefault(signal, {}).setdefault(domain, {})[stage] = round(float(value), 6)
+    return table
+
+
+def fold_into_checkpoint(run: Run, calibration: cal.Calibration, folder: Path) -> Path:
+    """Copy the run's best checkpoint with the affine in its confidence head; engines then read calibrated logits."""
+    draft, contract, facts = load_draft(run.checkpoint("best"), attention_backend="grouped")
+    if draft.confidence_head is None:
+        raise ValueError(f"run {run.path.name} has no confidence head to fold a calibration into.")
+    head = draft.confidence_head.proj
+    head.weight.data, head.bias.data = cal.fold_affine(
+        head.weight.data, head.bias.data, calibration.scale, calibration.shift
+    )
+    save_draft(
+        draft, folder, contract, {**facts, "confidence_affine": [calibration.scale, calibration.shift]}
+    )
+    return folder
+
+
+def _source(name: str, slots: pd.DataFrame, rounds: cal.Rounds) -> dict[str, Any]:
+    return {
+        "set": name,
+        "mode": sorted(slots["mode"].unique()),
+        "temperature": sorted(float(t) for t in slots["temperature"].unique()),
+        "draft_sampling": sorted(slots["draft_sampling"].unique()),
+        "prompts": int(rounds.frame["prompt_id"].nunique()),
+        "rounds": float(rounds.frame["visit"].sum()),
+    }
+
+
+def _manifest(run: Run, cfg: DictConfig, calibration: cal.Calibration) -> str:
+    content = {
+        "run_id": run.path.name,
+        "command": current_command(),
+        "written": utc_now(),
+        "fit": dict(calibration.fit),
+        "report": {k: v for k, v in calibration.report.items() if k != "mean_ece"},
+        "bins": int(cfg.bins),
+        "bootstrap": {k: cfg.bootstrap[k] for k in ("draws", "level", "seed")},
+    }
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _lines(summary: dict[str, dict[str, dict[str, float]]]) -> list[str]:
+    order = ("raw", "mapped", "affine", "sts", "isotonic")
+    return [
+        f"  {signal:<11}{domain:<8}"
+        + "  ".join(f"{s} {100 * stages[s]:5.2f} %" for s in order if s in stages)
+        for signal, domains in summary.items()
+        for domain, stages in domains.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -132,6 +132,18 @@ class DraftModule(L.LightningModule):
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         torch._foreach_mul_(grads, scale)
 
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the global norm. Lightning refuses to with a fused optimizer under autocast, for the sake of loss scaling,
+        which bf16 does without."""
+        if gradient_clip_val:
+            norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), gradient_clip_val)
+            self.metrics.add("grad_norm", norm, torch.ones_like(norm))
+
     def all_reduce_sum(self, value: Tensor) -> Tensor:
         return (
             self.trainer.strategy.reduce(value.clone(), reduce_op="sum")

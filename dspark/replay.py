@@ -16,7 +16,8 @@ last token but one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,17 +30,23 @@ from dspark.nn.draft import Draft
 
 DRAFT_SAMPLINGS = ("greedy", "sampled")
 
+# fp32 draft logits that exist at once; a few passes over them should stay in a CPU's outer cache.
+LOGIT_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}
+
 
 @dataclass
 class Replay:
-    """One document's replay. Arrays are [A, N] over anchors (ascending row indices) and proposals, float64 or bool.
+    """One document's replay. Arrays are [A, N] over anchors (token indices in the document, ascending) and proposals.
 
-    `keep` is r_i, 0 where proposal i lies beyond the text (not `inside`) or was not proposed (`proposed`); `visit` is the
-    expected number of rounds that start at each anchor, [A]. `confidence` is `p_accept_given_prefix`, nan without a head.
+    `keep` is r_i, 0 where proposal i lies beyond the text (not `inside`) or was not proposed (`proposed`); `visit` [A] is the
+    expected number of rounds that start at each anchor, `left` [A] how many tokens of the response follow it. `alpha` is
+    the overlap of p and q at the text's temperature (at 1 for greedy text); `confidence` is `p_accept_given_prefix`, nan
+    without a head.
     """
 
     anchors: np.ndarray
     visit: np.ndarray
+    left: np.ndarray
     keep: np.ndarray
     inside: np.ndarray
     proposed: np.ndarray
@@ -65,8 +72,14 @@ class Replay:
     def rounds(self) -> float:
         return float(self.visit.sum())
 
+    @property
+    def finished(self) -> np.ndarray:
+        """Chance that a round at the anchor keeps every token that is left, so that it emits no bonus token; [A]."""
+        alive = np.cumprod(self.keep, axis=1)
+        ends = self.left <= self.keep.shape[1]
+        return np.where(ends, alive[np.arange(len(alive)), np.minimum(self.left, alive.shape[1]) - 1], 0.0)
 
-@torch.no_grad()
+
 def replay_document(
     draft: Draft,
     batch: DraftBatch,
@@ -76,38 +89,53 @@ def replay_document(
     num_proposals: int,
     confidence_threshold: float | None,
     lse_at_temperature: Tensor | None = None,
-    chunk_anchors: int = 64,
+    chunk_anchors: int = 256,
 ) -> Replay:
-    """Replay one document, given as a batch of one row whose anchors are all its response tokens but the last.
+    """Replay the one document of a batch; arguments and errors of `replay_documents`."""
+    return replay_documents(
+        draft,
+        batch,
+        [int(batch.doc_start[0, 0])],
+        temperature=temperature,
+        draft_sampling=draft_sampling,
+        num_proposals=num_proposals,
+        confidence_threshold=confidence_threshold,
+        lse_at_temperature=lse_at_temperature,
+        chunk_anchors=chunk_anchors,
+    )[0]
 
-    `temperature` is the one the text was drawn at; 0 means the text is the verifier's greedy text. `lse_at_temperature` [1, S]
-    is needed for temperatures other than 0 and 1 (the cached `lse` is at 1). `confidence_threshold` cuts a block at the
-    first proposal whose confidence is below it. Memory is bounded by `chunk_anchors`.
+
+@torch.no_grad()
+def replay_documents(
+    draft: Draft,
+    batch: DraftBatch,
+    starts: Sequence[int],
+    *,
+    temperature: float,
+    draft_sampling: str,
+    num_proposals: int,
+    confidence_threshold: float | None,
+    lse_at_temperature: Tensor | None = None,
+    chunk_anchors: int = 256,
+) -> list[Replay]:
+    """Replay documents packed into one row whose anchors are all their response tokens but the last; one `Replay` each.
+
+    `starts` are the documents' first row indices. `temperature` is the one the texts were drawn at; 0 means the verifier's
+    greedy text. `lse_at_temperature` [1, S] is needed for temperatures other than 0 and 1 (the cached `lse` is at 1).
+    `confidence_threshold` cuts a block at the first proposal whose confidence is below it. Blocks always have the trained
+    width; `num_proposals` uses the first of their proposals. Memory is bounded by `chunk_anchors`, the blocks of one forward.
 
     Raises ValueError for a sampled draft at temperature 0, more proposals than trained, or a threshold without a head.
     """
-    config = draft.config
-    if draft_sampling not in DRAFT_SAMPLINGS:
-        raise ValueError(f"draft_sampling is {draft_sampling!r}; expected one of {DRAFT_SAMPLINGS}.")
-    if temperature == 0 and draft_sampling == "sampled":
-        raise ValueError(
-            "draft_sampling=sampled needs temperature > 0; greedy text is matched by greedy drafts."
-        )
-    if not 1 <= num_proposals <= config.num_proposals:
-        raise ValueError(
-            f"num_proposals is {num_proposals}; this draft was trained for 1 to {config.num_proposals}."
-        )
-    if confidence_threshold is not None and draft.confidence_head is None:
-        raise ValueError("confidence_threshold was given, but this draft has no confidence head.")
+    check_proposals(draft, draft_sampling, temperature, num_proposals, confidence_threshold)
     # A prompt's last token is an anchor in training; in decoding the verifier's prefill emits the token after it.
     anchors = batch.anchors[0]
     anchors = anchors[batch.loss_mask[0, anchors]]
     columns: dict[str, list[Tensor]] = {name: [] for name in _PROPOSAL_COLUMNS}
     for part in anchors.split(chunk_anchors):
-        sub = DraftBatch(
-            **{**vars(batch), "anchors": part.unsqueeze(0), "anchor_valid": part.unsqueeze(0) >= 0}
-        )
-        for name, values in _proposals(draft, sub, temperature, draft_sampling, lse_at_temperature).items():
+        blocks = replace(batch, anchors=part.unsqueeze(0), anchor_valid=part.unsqueeze(0) >= 0)
+        found = _proposals(draft, blocks, temperature, draft_sampling, lse_at_temperature)
+        for name, values in found.items():
             columns[name].append(values[:, :num_proposals].double().cpu())
     count = len(anchors)
     table = {
@@ -120,11 +148,52 @@ def replay_document(
     inside = table.pop("inside").astype(bool)
     keep = table.pop("keep") * inside * proposed
     places = anchors.cpu().numpy()
-    turns = np.split(
-        np.arange(count), np.flatnonzero(np.diff(places) > 1) + 1
-    )  # each response of a conversation
-    visit = np.concatenate([replay_visits(keep[turn]) for turn in turns]) if count else np.zeros(0)
-    return Replay(anchors=places, visit=visit, keep=keep, inside=inside, proposed=proposed, **table)
+    # Anchors of one response are consecutive; between two responses, or documents, there is always a gap.
+    first = np.concatenate([[0], np.flatnonzero(np.diff(places) > 1) + 1, [count]]) if count else np.zeros(1)
+    visit, left = np.zeros(count), np.zeros(count, dtype=np.int64)
+    for begin, end in zip(first[:-1].astype(int), first[1:].astype(int), strict=True):
+        visit[begin:end] = replay_visits(keep[begin:end])
+        left[begin:end] = np.arange(end - begin, 0, -1)
+    owner = batch.doc_start[0, anchors].cpu().numpy()
+    replays = []
+    for start in starts:
+        mine = owner == start
+        replays.append(
+            Replay(
+                anchors=places[mine] - start,
+                visit=visit[mine],
+                left=left[mine],
+                keep=keep[mine],
+                inside=inside[mine],
+                proposed=proposed[mine],
+                **{name: values[mine] for name, values in table.items()},
+            )
+        )
+    return replays
+
+
+def check_proposals(
+    draft: Draft,
+    draft_sampling: str,
+    temperature: float,
+    num_proposals: int,
+    confidence_threshold: float | None,
+) -> None:
+    """Raise ValueError for a way of drafting that this draft, or this temperature, does not allow."""
+    if draft_sampling not in DRAFT_SAMPLINGS:
+        raise ValueError(f"draft_sampling is {draft_sampling!r}; expected one of {DRAFT_SAMPLINGS}.")
+    if temperature < 0:
+        raise ValueError(f"temperature is {temperature}; expected 0 (greedy) or a positive number.")
+    if temperature == 0 and draft_sampling == "sampled":
+        raise ValueError(
+            "draft_sampling=sampled needs temperature > 0; greedy text is matched by greedy drafts."
+        )
+    if not 1 <= num_proposals <= draft.config.num_proposals:
+        raise ValueError(
+            f"num_proposals is {num_proposals}; this draft was trained for 1 to {draft.config.num_proposals}."
+        )
+    if confidence_threshold is not None and draft.confidence_head is None:
+        raise ValueError("confidence_threshold was given, but this draft has no confidence head.")
 
 
 _PROPOSAL_COLUMNS = ("keep", "inside", "alpha", "confidence", "entropy", "max_prob", "margin")
@@ -141,39 +210,55 @@ def _proposals(
     output = draft(batch)
     blocks = output.blocks
     labels = draft.vocab.target_to_draft(blocks.labels)[0]  # [A, N]; -1 cannot be proposed
-    logits = draft.logits(output.hidden, output.features)[0]  # [A, N, V]
-    scale = draft.config.logit_scale
     if temperature in (0.0, 1.0):
-        lse = batch.lse[0]
+        lse, softness = batch.lse[0], 1.0
     elif lse_at_temperature is None:
         raise ValueError(f"temperature {temperature} needs the verifier's log-sum-exp at that temperature.")
     else:
-        lse, scale, logits = lse_at_temperature[0], scale / temperature, logits / temperature
-    positions, inverse = torch.unique(blocks.target_index[0], return_inverse=True)
-    states = batch.last[0, positions].to(output.hidden.dtype)
-    target = target_probabilities(states, lse[positions], draft.lm_head, scale, "verifier_vocab")[
-        inverse
-    ]  # [A, N, V]
-
-    q = logits.softmax(-1)
-    alpha = torch.minimum(q, target).sum(-1).clamp_(max=1.0)
-    top = q.topk(min(2, q.shape[-1]), dim=-1)
-    known = labels >= 0
-    safe = labels.clamp(min=0).unsqueeze(-1)
-    if draft_sampling == "greedy":
-        keep = known & (top.indices[..., 0] == labels)
-    else:
-        p_label = target.gather(-1, safe).squeeze(-1).clamp(min=TINY)
-        keep = torch.where(known, (q.gather(-1, safe).squeeze(-1) / p_label).clamp(max=1.0), 0.0)
-    confidence = torch.full_like(alpha, float("nan"))
+        lse, softness = lse_at_temperature[0], temperature
+    anchors, width = labels.shape
+    budget = LOGIT_BYTES.get(labels.device.type, LOGIT_BYTES["cuda"])
+    step = max(1, budget // (4 * width * draft.config.draft_vocab_size))
+    parts: list[dict[str, Tensor]] = []
+    for at in range(0, anchors, step):
+        span = slice(at, at + step)
+        features = None if output.features is None else output.features[0, span]
+        logits = draft.logits(output.hidden[0, span], features)  # [a, N, V]
+        positions, inverse = torch.unique(blocks.target_index[0, span], return_inverse=True)
+        states = batch.last[0, positions].to(output.hidden.dtype)
+        scale = draft.config.logit_scale / softness
+        target = target_probabilities(states, lse[positions], draft.lm_head, scale, "verifier_vocab")
+        parts.append(
+            _compare(logits / softness if softness != 1.0 else logits, target, inverse, labels[span])
+        )
+    columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    certain = columns.pop("top") == labels
+    certain &= labels >= 0
+    ratio = columns.pop("ratio")
+    columns["keep"] = certain if draft_sampling == "greedy" else ratio
+    columns["inside"] = blocks.supervised[0]
+    columns["confidence"] = torch.full_like(ratio, float("nan"))
     if draft.confidence_head is not None:
-        confidence = draft.confidence_logits(output.hidden, output.previous).sigmoid()[0]
+        columns["confidence"] = draft.confidence_logits(output.hidden, output.previous).sigmoid()[0]
+    return columns
+
+
+def _compare(logits: Tensor, target: Tensor, row: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Draft logits [a, N, V] against target probabilities [P, V], proposal (a, i) against `target[row[a, i]]`."""
+    top = logits.topk(min(2, logits.shape[-1]), dim=-1)
+    norm = logits.logsumexp(-1)
+    q = (logits - norm.unsqueeze(-1)).exp_()
+    best, second = (top.values[..., i] - norm for i in (0, -1))
+    p = target[row]
+    known = labels >= 0
+    index = labels.clamp(min=0).unsqueeze(-1)
+    ratio = q.gather(-1, index).squeeze(-1) / p.gather(-1, index).squeeze(-1).clamp(min=TINY)
+    entropy = norm - logits.mul_(q).sum(-1)
     return {
-        "keep": keep,
-        "inside": blocks.supervised[0],
-        "alpha": alpha,
-        "confidence": confidence,
-        "entropy": -torch.xlogy(q, q).sum(-1),
-        "max_prob": top.values[..., 0],
-        "margin": top.values[..., 0] - top.values[..., -1],
+        "top": top.indices[..., 0],
+        "ratio": torch.where(known, ratio.clamp(max=1.0), 0.0),
+        "alpha": torch.minimum(q, p, out=p).sum(-1).clamp_(max=1.0),
+        "entropy": entropy,
+        "max_prob": best.exp(),
+        "margin": best.exp() - second.exp(),
     }

@@ -3,6 +3,9 @@
 slots   one row for each proposal of each round: `reached` (expected rounds that reach it) and `accepted` (that keep it); decoding
         writes 0 or 1, replay visit-weighted probabilities. `r` is the conditional keep probability.
 rounds  one row for each anchor: `visit` (expected rounds that start there), `proposed`, `accepted`, `emitted`, times in ms.
+        Decoding also writes one row a response with `visit` 0 and `accepted` 0: the prefill, whose time is in `verify_ms`.
+
+`anchor` is a token index in the document. `temperature`, `top_k` and `top_p` are the verifier's; 0 and 1 mean no cut.
 """
 
 from __future__ import annotations
@@ -14,22 +17,57 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from dspark.acceptance import tau_from_counts
 from dspark.blocks import DraftBatch
-from dspark.data.batches import HeldOutDocuments
-from dspark.data.features import DocumentInfo, FeatureCache
+from dspark.data.batches import all_anchors, collate_documents, pack_rows
+from dspark.data.features import DocumentInfo, FeatureCache, target_lse
 from dspark.nn.draft import Draft
-from dspark.replay import Replay, replay_document
+from dspark.replay import Replay, check_proposals, replay_documents
 
-SLOT_COLUMNS = ["run_id", "dataset", "domain", "prompt_id", "doc_id", "anchor", "position", "reached", "accepted", "r", "alpha", "confidence", "p_prefix_survives", "entropy", "max_prob", "margin", "temperature", "draft_sampling", "mode"]
-ROUND_COLUMNS = ["run_id", "dataset", "domain", "prompt_id", "doc_id", "anchor", "visit", "proposed", "accepted", "emitted", "draft_ms", "verify_ms", "temperature", "mode"]
+_ORIGIN = ["run_id", "dataset", "domain", "prompt_id", "doc_id"]
+_SETTINGS = ["temperature", "top_k", "top_p", "draft_sampling", "mode"]
+_MEASURED = ["position", "reached", "accepted", "r", "alpha", "confidence", "p_prefix_survives"]
+SLOT_COLUMNS = [*_ORIGIN, "anchor", *_MEASURED, "entropy", "max_prob", "margin", *_SETTINGS]
+ROUND_COLUMNS = [
+    *_ORIGIN,
+    *["anchor", "visit", "proposed", "accepted", "emitted", "draft_ms", "verify_ms"],
+    *_SETTINGS,
+]
+ROW_TOKENS = 2048  # documents packed into one replay forward
 
 
-def with_final_norm(batch: DraftBatch, *, weight: torch.Tensor, eps: float) -> DraftBatch:
-    """The batch with `last` after the verifier's final norm, for caches that hold the state before it."""
-    last = F.rms_norm(batch.last.float(), batch.last.shape[-1:], weight.float().to(batch.last.device), eps)
-    return replace(batch, last=last.to(batch.last.dtype))
+class CachedTargets:
+    """What replay needs of a cache beside its documents: the final norm, and log-sum-exps at other temperatures."""
+
+    def __init__(self, cache: FeatureCache) -> None:
+        self.manifest = cache.manifest
+        self.weights = cache.verifier_weights()
+
+    def normed(self, batch: DraftBatch) -> DraftBatch:
+        """The batch with `last` after the verifier's final norm, whichever form the cache holds."""
+        if self.manifest.last == "post_norm":
+            return batch
+        last, weight = batch.last.float(), self.weights["norm.weight"].float()
+        last = F.rms_norm(last, last.shape[-1:], weight.to(last.device), self.manifest.verifier.rms_norm_eps)
+        return replace(batch, last=last.to(batch.last.dtype))
+
+    def lse(self, batch: DraftBatch, temperature: float) -> Tensor | None:
+        """Log-sum-exp over the whole verifier vocabulary of logits / temperature, fp32 [B, S], at the response tokens.
+
+        `batch.last` is post-norm. None where the cached values serve (temperature 0 and 1); elsewhere in the row they are
+        the cached ones, which no proposal inside a text reads.
+        """
+        if temperature in (0.0, 1.0):
+            return None
+        verifier = replace(
+            self.manifest.verifier, logit_scale=self.manifest.verifier.logit_scale / temperature
+        )
+        manifest = replace(self.manifest, last="post_norm", verifier=verifier)
+        lse, where = batch.lse.clone(), batch.loss_mask
+        lse[where] = target_lse(batch.last[where].cpu(), self.weights, manifest).to(lse.device)
+        return lse
 
 
 def replay_tables(
@@ -42,40 +80,57 @@ def replay_tables(
     draft_sampling: str,
     num_proposals: int,
     confidence_threshold: float | None,
-    normed: Callable[[DraftBatch], DraftBatch] = lambda batch: batch,
-    lse_at_temperature: Callable[[DraftBatch, float], torch.Tensor | None] = lambda batch, temperature: None,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int], None] = lambda documents: None,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Replay `documents` of a cache at the temperatures they were drawn at; (slots, rounds).
 
-    `normed` applies the verifier's final norm where the cache holds un-normed states. Text drawn at temperature 0 can only
-    be matched by greedy drafts; `draft_sampling="sampled"` therefore needs documents drawn at a positive temperature.
+    Documents of one temperature are packed into rows, which costs less than one forward each. `progress` receives how many
+    documents each row finished. Raises ValueError as `replay_documents` does, before any work.
     """
-    held_out = HeldOutDocuments(cache, documents, dtype=torch.bfloat16)
+    temperatures = sorted({cache.info(d).temperature for d in documents})
+    for temperature in temperatures:
+        check_proposals(draft, draft_sampling, temperature, num_proposals, confidence_threshold)
+    targets, device = CachedTargets(cache), draft.kept_ids.device
     slots, rounds = [], []
-    for place in range(len(held_out)):
-        batch, number = held_out[place]
-        info = cache.info(number)
-        batch = normed(batch)
-        replay = replay_document(
-            draft,
-            batch,
-            temperature=info.temperature,
-            draft_sampling=draft_sampling,
-            num_proposals=num_proposals,
-            confidence_threshold=confidence_threshold,
-            lse_at_temperature=lse_at_temperature(batch, info.temperature),
-        )
-        names = {"run_id": run_id, "dataset": dataset, "mode": "replay", **_document_columns(info)}
-        slots.append(_slot_rows(replay, batch).assign(draft_sampling=draft_sampling, **names))
-        rounds.append(_round_rows(replay, batch).assign(**names))
-        progress(place + 1)
+    lengths = {d: cache.info(d).tokens for d in documents}
+    for temperature in temperatures:
+        chosen = [d for d in documents if cache.info(d).temperature == temperature]
+        for row in pack_rows(lengths, chosen, max(ROW_TOKENS, max(lengths[d] for d in chosen))):
+            ends = np.cumsum([lengths[d] for d in row])
+            tensors = collate_documents([cache[d] for d in row], int(ends[-1]), torch.bfloat16)
+            anchors, valid = all_anchors(tensors)
+            batch = targets.normed(DraftBatch(**tensors, anchors=anchors, anchor_valid=valid).to(device))
+            replays = replay_documents(
+                draft,
+                batch,
+                [0, *ends[:-1].tolist()],
+                temperature=temperature,
+                draft_sampling=draft_sampling,
+                num_proposals=num_proposals,
+                confidence_threshold=confidence_threshold,
+                lse_at_temperature=targets.lse(batch, temperature),
+            )
+            for d, replay in zip(row, replays, strict=True):
+                names = {
+                    "run_id": run_id,
+                    "dataset": dataset,
+                    "mode": "replay",
+                    "top_k": 0,
+                    "top_p": 1.0,
+                    "draft_sampling": draft_sampling,
+                    **document_columns(cache.info(d)),
+                }
+                slots.append(_slot_rows(replay).assign(**names))
+                rounds.append(_round_rows(replay).assign(**names))
+            progress(len(row))
+    if not slots:
+        raise ValueError(f"no documents to replay in {cache.path}.")
     return pd.concat(slots, ignore_index=True)[SLOT_COLUMNS], pd.concat(rounds, ignore_index=True)[
         ROUND_COLUMNS
     ]
 
 
-def _document_columns(info: DocumentInfo) -> dict[str, object]:
+def document_columns(info: DocumentInfo) -> dict[str, object]:
     return {
         "domain": info.domain,
         "prompt_id": info.prompt_id,
@@ -84,15 +139,14 @@ def _document_columns(info: DocumentInfo) -> dict[str, object]:
     }
 
 
-def _slot_rows(replay: Replay, batch: DraftBatch) -> pd.DataFrame:
-    """Proposals that some round can reach, inside the text."""
+def _slot_rows(replay: Replay) -> pd.DataFrame:
+    """Proposals that some round could reach, inside the text."""
     anchors, width = replay.keep.shape
-    reached = replay.reached
     frame = pd.DataFrame(
         {
             "anchor": np.repeat(replay.anchors, width),
             "position": np.tile(np.arange(1, width + 1), anchors),
-            "reached": reached.ravel(),
+            "reached": replay.reached.ravel(),
             "accepted": replay.accepted.ravel(),
             "r": replay.keep.ravel(),
             "alpha": replay.alpha.ravel(),
@@ -106,21 +160,16 @@ def _slot_rows(replay: Replay, batch: DraftBatch) -> pd.DataFrame:
     return frame[(replay.inside & replay.proposed).ravel()]
 
 
-def _round_rows(replay: Replay, batch: DraftBatch) -> pd.DataFrame:
+def _round_rows(replay: Replay) -> pd.DataFrame:
     kept = np.cumprod(replay.keep, axis=1).sum(1)
-    left = replay.inside.sum(1)
-    full = np.cumprod(replay.keep, axis=1)[np.arange(len(left)), np.maximum(left - 1, 0)] * (
-        left < replay.keep.shape[1]
-    )
     return pd.DataFrame(
         {
             "anchor": replay.anchors,
             "visit": replay.visit,
             "proposed": replay.proposed.sum(1),
             "accepted": kept,
-            "emitted": kept
-            + 1.0
-            - full,  # a round that keeps all that is left of the text emits no bonus token
+            # A round that keeps all that is left of the text emits no bonus token.
+            "emitted": kept + 1.0 - replay.finished,
             "draft_ms": np.nan,
             "verify_ms": np.nan,
         }
@@ -128,7 +177,10 @@ def _round_rows(replay: Replay, batch: DraftBatch) -> pd.DataFrame:
 
 
 def summarise(slots: pd.DataFrame, rounds: pd.DataFrame) -> dict[str, object]:
-    """tau (bonus included), mean accepted, and per position conditional acceptance, survival and mean alpha."""
+    """tau (bonus included), mean accepted, and per position conditional acceptance, survival and mean alpha.
+
+    A position that no round reached has nan. Raises ValueError without a single round.
+    """
     weight = float(rounds["visit"].sum())
     accepted = float((rounds["visit"] * rounds["accepted"]).sum())
     by_position = slots.groupby("position")[["reached", "accepted"]].sum()
@@ -138,6 +190,8 @@ def summarise(slots: pd.DataFrame, rounds: pd.DataFrame) -> dict[str, object]:
         "accepted": accepted / weight,
         "rounds": weight,
         "documents": int(rounds["doc_id"].nunique()),
+        "prompts": int(rounds["prompt_id"].nunique()),
+        "includes_bonus_token": True,
         "conditional_acceptance": (by_position["accepted"] / by_position["reached"]).tolist(),
         "survival": (by_position["accepted"] / weight).tolist(),
         "alpha": overlap.tolist(),

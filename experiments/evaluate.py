@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 
 import torch
 
 from dspark.data.features import FeatureCache
-from dspark.evaluation import replay_tables, summarise, with_final_norm
+from dspark.evaluation import replay_tables, summarise
 from dspark.nn.draft import Draft
 from dspark.runs import Run, load_draft, write_table, write_text
 
@@ -33,7 +32,6 @@ def replay_split(run: Run, cache: FeatureCache, *, split: str) -> dict[str, obje
         draft_sampling="greedy",
         num_proposals=draft.config.num_proposals,
         confidence_threshold=None,
-        normed=final_norm(cache),
     )
     summary = summarise(slots, rounds)
     folder = run.eval_folder(dataset)
@@ -49,14 +47,3 @@ def load_for_replay(run: Run, cache: FeatureCache) -> Draft:
     contract.check(cache.contract(), mine=f"run {run.path.name}", theirs=f"cache {cache.path}")
     draft.set_embedding(cache.verifier_weights()["embed_tokens.weight"], torch.float32)
     return draft.eval()
-
-
-def final_norm(cache: FeatureCache):
-    """What turns the cache's `last` into the head's input: nothing, or the verifier's final norm."""
-    if cache.manifest.last == "post_norm":
-        return lambda batch: batch
-    return partial(
-        with_final_norm,
-        weight=cache.verifier_weights()["norm.weight"],
-        eps=cache.manifest.verifier.rms_norm_eps,
-    )

@@ -1,0 +1,59 @@
+"""The CUDA forms against the CPU ones: attention, loss and gradients, and no recompilation after warm-up."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from dspark.losses import LossWeights
+from dspark.objective import draft_loss
+from tests.builders import random_batch, random_draft
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+WEIGHTS = LossWeights(
+    terms={"ce": 0.1, "tv": 0.9},
+    confidence=1.0,
+    decay_gamma=4.0,
+    ce_label="target_top1",
+    target_norm="verifier_vocab",
+)
+GEOMETRY = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 8}
+SLIDING = {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 9}
+
+
+def sums_and_gradients(draft, batch):
+    draft.zero_grad()
+    sums = draft_loss(draft, draft(batch), batch, WEIGHTS, confidence_detach_inputs=False, chunk_rows=64)
+    sums.numerator.backward()
+    return sums, [p.grad.float().cpu() for p in draft.parameters()]
+
+
+@pytest.mark.parametrize("changes", [{}, {"sample_from_anchor": True}, SLIDING], ids=["fill", "first", "sliding"])
+def test_flex_loss_and_gradients_equal_the_cpu_form(changes):
+    draft = random_draft(backend="auto", **GEOMETRY, **changes)
+    batch = random_batch(draft.config, anchors=32, rows=((120, 60), (90, 100)))
+    expected, wanted = sums_and_gradients(draft, batch)
+    got, grads = sums_and_gradients(copy.deepcopy(draft).cuda(), batch.to("cuda"))
+    torch.testing.assert_close(got.numerator.cpu(), expected.numerator, rtol=2e-3, atol=1e-3)
+    for a, b in zip(grads, wanted, strict=True):
+        assert (a - b).norm() <= 5e-3 * b.norm() + 1e-5
+
+
+def test_new_batches_of_the_same_shape_compile_nothing():
+    draft = random_draft(backend="auto", **GEOMETRY).cuda()
+    counters = torch._dynamo.utils.counters
+
+    def step(seed):
+        batch = random_batch(draft.config, anchors=32, rows=((120, 60), (90, 100)), seed=seed).to("cuda")
+        sums_and_gradients(draft, batch)
+        return counters["stats"]["unique_graphs"]
+
+    step(0)
+    warm = step(1)
+    assert [step(seed) for seed in range(2, 12)] == [warm] * 10

@@ -177,7 +177,9 @@ class Manifest:
             raise ValueError(
                 f"{path} has unknown keys {unknown}; it was written by {values.get('producer')}."
             )
-        values["verifier"] = VerifierInfo(**values["verifier"])
+        verifier = values["verifier"]
+        values["verifier"] = VerifierInfo(**{**verifier, "eos_token_ids": tuple(verifier["eos_token_ids"])})
+        values["aux_layer_ids"] = tuple(values["aux_layer_ids"])
         values["shards"] = tuple(ShardInfo(**s) for s in values["shards"])
         if values["verifier_file"]:
             values["verifier_file"] = ShardInfo(**values["verifier_file"])

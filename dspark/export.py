@@ -199,7 +199,7 @@ def served_config(
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
         # Read for DFlash only, where one flag sets the causality of every layer.
-        "sliding_window_non_causal": method == "dflash" and not _all_sliding(config),
+        "sliding_window_non_causal": method == "dflash" and "sliding_attention" not in config.layer_types,
         "target_hidden_size": None,
         "tie_word_embeddings": False,
         "dtype": name,
@@ -288,10 +288,6 @@ def _dense_taps(config: DraftConfig) -> list[int]:
 
 def _dflash_config(config: DraftConfig) -> dict[str, Any]:
     return {"target_layer_ids": _dense_taps(config), "mask_token_id": config.mask_token_id}
-
-
-def _all_sliding(config: DraftConfig) -> bool:
-    return all(kind == "sliding_attention" for kind in config.layer_types)
 
 
 # ---- engines

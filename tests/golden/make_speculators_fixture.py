@@ -9,6 +9,7 @@ and `<name>.verifier.safetensors` the frozen verifier tensors that 0.9.0 leaves 
 
 from __future__ import annotations
 
+import copy
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -91,16 +92,19 @@ def build(sample_from_anchor: bool, layer_types: list[str], window: int | None) 
         model.embed_tokens.weight.copy_(torch.randn(VOCAB, HIDDEN, generator=generator))
         model.lm_head.weight.copy_(head[kept])
         model.verifier_lm_head.weight.copy_(head[kept])
-    return model.to(torch.bfloat16), head.to(torch.bfloat16)
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
+    return model, head.to(torch.bfloat16)
 
 
 def main() -> None:
     for name, variant in VARIANTS.items():
         folder = HERE / f"speculators-{version('speculators')}" / name
         model, head = build(**variant)
-        model.save_pretrained(folder)
+        # A copy is saved: casting the module would round its rotary frequencies as well.
+        copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
         (folder / "config.py").unlink()  # a copy of its source, for trust_remote_code
-        model = model.float().eval()
+        model = model.eval()
         save_file(
             {
                 "embed_tokens.weight": model.embed_tokens.weight.detach().to(torch.bfloat16).contiguous(),

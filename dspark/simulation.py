@@ -14,8 +14,8 @@ The model
 * Prefill, sampling and scheduling cost nothing. Confidences after a lost draft are those of the text (see
   `dspark.calibration`). Fewer verified drafts do not make drafting cheaper.
 
-Lanes run in lockstep: K replicas of R requests, each replica on its own bootstrap sample of prompts, so the spread over
-replicas covers both the prompts and the draws. All policies see the same samples.
+Servers run in lockstep: K replicas of G servers of R requests. Each replica has its own bootstrap sample of prompts, so the
+spread over replicas covers the prompts (and what is left of the draws). All policies see the same samples.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from dspark.costs import CostTable
 
 Array = np.ndarray
 STALE_STEPS = 2
+ARRIVALS = 1024  # documents drawn ahead for a server; used again from the start if they run out
 
 
 @dataclass(frozen=True)
@@ -135,19 +136,27 @@ class Policy:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Who runs where: for each of K replicas its bootstrap sample of documents.
+    """Who runs where. `starts` [K*G, R] initial rows; `arrivals` [K*G, P] first rows of documents in order of arrival.
 
-    `starts` [K, R] initial rows; `arrivals` [K, P] first rows of documents in order of arrival.
+    The G servers of one replica lie next to each other and draw from the same sample of prompts.
     """
 
     starts: Array
     arrivals: Array
+    servers: int
 
 
 def lanes_of(
-    walk: Walk, *, mix: str, requests: int, replicas: int, resample: bool, rng: np.random.Generator
+    walk: Walk,
+    *,
+    mix: str,
+    requests: int,
+    replicas: int,
+    servers: int,
+    resample: bool,
+    rng: np.random.Generator,
 ) -> Lanes:
-    """Draw documents of domain `mix` (or `all`) for `replicas` x `requests` requests.
+    """Draw documents of domain `mix` (or `all`) for `replicas` x `servers` x `requests` requests.
 
     With `resample` each replica sees its own bootstrap sample of prompts. Raises ValueError for a domain without documents.
     """
@@ -171,27 +180,27 @@ def lanes_of(
         per_document = np.zeros(len(walk.first))
         per_document[documents] = weight
         by_round = np.cumsum(walk.visit * per_document[walk.document])
-        rows = np.searchsorted(by_round, rng.random(requests) * by_round[-1], side="right")
+        rows = np.searchsorted(by_round, rng.random((servers, requests)) * by_round[-1], side="right")
         starts.append(np.minimum(rows, len(by_round) - 1))
-        arrivals.append(walk.first[rng.choice(documents, size=4096, p=weight / weight.sum())])
-    return Lanes(np.array(starts), np.array(arrivals))
+        arrivals.append(walk.first[rng.choice(documents, size=(servers, ARRIVALS), p=weight / weight.sum())])
+    return Lanes(np.concatenate(starts), np.concatenate(arrivals), servers)
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over the counted steps, one entry a replica."""
+    """Sums over the counted steps and a replica's servers, one entry a replica; `beyond` counts extrapolated steps."""
 
     emitted: Array
     verified: Array
     accepted: Array
-    steps: int
-    requests: int
     seconds: Array
     beyond: Array
+    server_steps: int
+    requests: int
 
     @property
     def throughput(self) -> Float[Array, " K"]:
-        """Tokens a second over all requests."""
+        """Tokens a second of one server, over all its requests."""
         return self.emitted / self.seconds
 
 
@@ -207,7 +216,7 @@ def run(
     seed: int,
 ) -> Totals:
     """Walk `lanes` for `warmup` + `steps` verifier steps under one policy. `score` is what `policy.kind` asks for."""
-    replicas, requests = lanes.starts.shape
+    count, requests = lanes.starts.shape
     width = walk.num_proposals
     most = requests * (width + 1)
     sps = costs.sps(requests=requests, max_tokens=most)
@@ -217,13 +226,11 @@ def run(
     choose = _chooser(policy, sps, width)
     score32 = None if score is None else np.nan_to_num(score).astype(np.float32)
     rng = np.random.default_rng(seed)
-    row, lane = lanes.starts.copy(), np.arange(replicas)[:, None]
-    served = np.zeros(replicas, dtype=np.int64)
-    emitted, verified, accepted, seconds, beyond = np.zeros((5, replicas))
+    row, lane = lanes.starts.copy(), np.arange(count)[:, None]
+    served = np.zeros(count, dtype=np.int64)
+    emitted, verified, accepted, seconds, beyond = sums = np.zeros((5, count))
     for step in range(warmup + steps):
-        kept = np.count_nonzero(
-            rng.random((replicas, requests, 1), dtype=np.float32) < walk.kept[row], axis=-1
-        )
+        kept = np.count_nonzero(rng.random((count, requests, 1), dtype=np.float32) < walk.kept[row], axis=-1)
         lengths = choose(None if score32 is None else score32[row], walk.available[row], kept)
         m = np.minimum(kept, lengths)
         if step >= warmup:
@@ -239,7 +246,8 @@ def run(
             turn = (served[:, None] + np.cumsum(done, axis=1) - 1) % lanes.arrivals.shape[1]
             row = np.where(done, lanes.arrivals[lane, turn], row)
             served += done.sum(1)
-    return Totals(emitted, verified, accepted, steps, requests, seconds, beyond / steps)
+    by_replica = sums.reshape(5, -1, lanes.servers).sum(-1)
+    return Totals(*by_replica, server_steps=steps * lanes.servers, requests=requests)
 
 
 def _chooser(policy: Policy, sps: Array, width: int) -> Callable[[Array | None, Array, Array], Array]:
@@ -279,6 +287,7 @@ def compare(
     mix: str,
     requests: int,
     replicas: int,
+    servers: int,
     steps: int,
     warmup: int,
     resample: bool,
@@ -292,7 +301,9 @@ def compare(
     extrapolated (share of steps beyond the cost table), rounds. A static policy is none, fixed or threshold.
     """
     rng = np.random.default_rng(seed)
-    lanes = lanes_of(walk, mix=mix, requests=requests, replicas=replicas, resample=resample, rng=rng)
+    lanes = lanes_of(
+        walk, mix=mix, requests=requests, replicas=replicas, servers=servers, resample=resample, rng=rng
+    )
     totals = {
         policy: run(
             walk,
@@ -313,7 +324,7 @@ def compare(
     for policy, t in totals.items():
         throughput, spread = t.emitted.sum() / t.seconds.sum(), _half_width(t.throughput)
         ratio = t.throughput / totals[best].throughput if best else np.full(replicas, np.nan)
-        count = t.steps * t.requests * replicas
+        count = t.server_steps * t.requests * replicas
         verified, accepted = t.verified.sum(), t.accepted.sum()
         rows.append(
             {
@@ -331,12 +342,12 @@ def compare(
                 "verified_drafts": verified / count,
                 "wasted_drafts": (verified - accepted) / count,
                 "wasted_share": (verified - accepted) / verified if verified else 0.0,
-                "step_ms": 1000 * t.seconds.sum() / (t.steps * replicas),
+                "step_ms": 1000 * t.seconds.sum() / (t.server_steps * replicas),
                 "speed_up": throughput / plain,
                 "gain": float(ratio.mean()) - 1,
                 "gain_low": float(ratio.mean()) - 1 - _half_width(ratio),
                 "gain_high": float(ratio.mean()) - 1 + _half_width(ratio),
-                "extrapolated": float(t.beyond.mean()),
+                "extrapolated": float(t.beyond.mean() / t.server_steps),
                 "rounds": count,
             }
         )

@@ -51,6 +51,8 @@ def calibrate(cfg: DictConfig) -> Path:
             "Give two sets, for example fit=validation report=test."
         )
     run = Run.open(cfg.run)
+    if cfg.fold:
+        run.checkpoint("best")  # refuse before any work
     out = Path(cfg.out) if cfg.out else run.path / "calibration"
     slots = {name: read_table(run.eval_folder(name) / "slots.parquet") for name in (cfg.fit, cfg.report)}
     fit, report = (cal.rounds_of(slots[name]) for name in (cfg.fit, cfg.report))
@@ -84,7 +86,9 @@ def calibrate(cfg: DictConfig) -> Path:
         )
     head = report.values["confidence"]
     sweeps = [
-        threshold_sweep(report, score, np.linspace(0.0, 0.8, int(cfg.thresholds)).tolist()).assign(stage=stage)
+        threshold_sweep(report, score, np.linspace(0.0, 0.8, int(cfg.thresholds)).tolist()).assign(
+            stage=stage
+        )
         for stage, score in (("raw", head), ("sts", fitted.calibration.p_accept_given_prefix(head)))
     ]
     summary = mean_ece(metrics)

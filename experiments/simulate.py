@@ -71,7 +71,8 @@ def simulate(cfg: DictConfig) -> Path:
                 costs=costs,
                 mix=mix,
                 requests=requests,
-                replicas=max(int(cfg.min_replicas), int(cfg.lanes) // requests),
+                replicas=int(cfg.replicas),
+                servers=max(1, int(cfg.lanes) // (int(cfg.replicas) * requests)),
                 steps=int(cfg.steps),
                 warmup=int(cfg.warmup),
                 resample=bool(cfg.resample),
@@ -191,7 +192,7 @@ def _manifest(
         },
         "steps": int(cfg.steps),
         "lanes": int(cfg.lanes),
-        "min_replicas": int(cfg.min_replicas),
+        "replicas": int(cfg.replicas),
         "resample": bool(cfg.resample),
         "seed": int(cfg.seed),
     }
@@ -210,10 +211,11 @@ def _lines(table: pd.DataFrame, even: pd.DataFrame, costs: CostTable) -> list[st
             .loc[[s for s in ("calibrated", "raw", "alpha") if s in set(chosen["source"])]]
             .iloc[0]
         )
+        asynchronous = rows.loc[rows["policy"] == "scheduler_async", "throughput"].iloc[0]
         setting = "" if np.isnan(static["setting"]) else f" {static['setting']:g}"
         lines.append(
             f"  {requests:>4} requests: scheduler ({chosen.name}) {chosen['throughput']:.4g} tok/s, {chosen['speed_up']:.2f}x plain, "
-            f"{100 * chosen['gain']:+.1f} % over the best static ({static['policy']}{setting}); wasted {100 * chosen['wasted_share']:.0f} %"
+            f"{100 * chosen['gain']:+.1f} % over the best static ({static['policy']}{setting}), asynchronous {asynchronous:.4g} tok/s; wasted {100 * chosen['wasted_share']:.0f} %"
         )
     best = even[even["best"] & (even["mix"] == mix)]
     losing = best.loc[best["drafts"] == 0, "concurrency"].tolist()
@@ -246,7 +248,7 @@ def benchmark(cfg: DictConfig) -> dict[str, float]:
         visit=np.full(documents * tokens, 0.3),
     )
     costs = load_costs(cfg)
-    lanes = lanes_of(walk, mix="all", requests=requests, replicas=1, resample=False, rng=rng)
+    lanes = lanes_of(walk, mix="all", requests=requests, replicas=1, servers=1, resample=False, rng=rng)
     started = time.perf_counter()
     totals = run(
         walk,

@@ -17,6 +17,7 @@ from sklearn.metrics import log_loss as sk_log_loss
 
 from dspark import calibration as cal
 from experiments.calibrate import calibrate
+from tests.builders import random_draft
 from tests.slot_tables import made_up_run, synthetic_slots
 
 GRID = cal.temperature_grid(low=0.25, high=4.0, points=81)
@@ -409,7 +410,7 @@ def composed(*overrides: str):
 @pytest.fixture(scope="module")
 def calibrated_run(tmp_path_factory):
     tables = {
-        split: synthetic_slots(split=split, prompts=10, tokens=50, num_proposals=3, heat=2.5, seed=seed)
+        split: synthetic_slots(split=split, prompts=16, tokens=50, num_proposals=2, heat=2.5, seed=seed)
         for seed, split in enumerate(("validation", "test"))
     }
     run = made_up_run(tmp_path_factory.mktemp("runs") / "a_run", tables)
@@ -461,3 +462,28 @@ def test_the_command_refuses_a_run_without_a_head_and_shared_prompts(tmp_path):
     same = made_up_run(tmp_path / "same", {s: slots.assign(dataset=s) for s in ("validation", "test")})
     with pytest.raises(ValueError, match="share 6 prompts"):
         calibrate(composed(f"run={same}", "min_rounds=1"))
+
+
+def test_fold_writes_a_checkpoint_whose_head_speaks_calibrated_logits(calibrated_run, tmp_path):
+    import shutil
+
+    import torch
+
+    from dspark.config import Contract
+    from dspark.runs import load_draft, save_draft
+
+    run = tmp_path / "with_weights"
+    shutil.copytree(calibrated_run, run)
+    draft = random_draft()
+    save_draft(draft, run / "checkpoints" / "best", Contract(), {"note": "kept"})
+    calibrate(composed(f"run={run}", "fold=true"))
+    written = cal.Calibration.read(run / "calibration" / "calibration.json")
+    folded, _, facts = load_draft(run / "calibration" / "folded", attention_backend="grouped")
+    x = torch.randn(5, 32 + 8)
+    before, after = (d.confidence_head.proj(x) for d in (draft, folded))
+    torch.testing.assert_close(after, written.scale * before + written.shift)
+    assert facts["note"] == "kept"
+    assert facts["confidence_affine"] == [written.scale, written.shift]
+    for name, tensor in draft.state_dict().items():
+        if not name.startswith("confidence_head"):
+            torch.testing.assert_close(folded.state_dict()[name], tensor, rtol=0, atol=0)

@@ -64,7 +64,7 @@ def rows(
     walk_and_scores, policies, *, table=HINGE, mix="all", requests=8, replicas=64, steps=60, **kw
 ) -> pd.DataFrame:
     walk, conditional, prefix = walk_and_scores
-    options = {"warmup": 20, "resample": False, "seed": 0} | kw
+    options = {"servers": 1, "warmup": 20, "resample": False, "seed": 0} | kw
     frame = sim.compare(
         walk,
         policies,
@@ -211,14 +211,29 @@ def test_mixes_differ_and_unknown_ones_are_refused(walk_and_scores):
 
 
 def test_intervals_come_from_prompts_when_they_are_resampled(walk_and_scores):
-    widths = {
-        resample: rows(
-            walk_and_scores, [policy("fixed", 4.0)], resample=resample, requests=128, replicas=32, steps=80
-        )
-        for resample in (False, True)
-    }
-    width = {k: (v["high"] - v["low"]).iloc[0] for k, v in widths.items()}
+    lanes = {"requests": 4, "replicas": 24, "servers": 32, "steps": 60}
+    width = {}
+    for resample in (False, True):
+        table = rows(walk_and_scores, [policy("fixed", 4.0)], resample=resample, **lanes)
+        width[resample] = (table["high"] - table["low"]).iloc[0]
     assert width[True] > 2 * width[False]
+
+
+def test_servers_of_a_replica_share_its_prompts_and_add_up(walk_and_scores):
+    walk = walk_and_scores[0]
+    lanes = sim.lanes_of(
+        walk, mix="all", requests=3, replicas=5, servers=7, resample=True, rng=np.random.default_rng(0)
+    )
+    assert lanes.starts.shape == (35, 3)
+    prompts = [
+        set(walk.prompt[np.searchsorted(walk.first, group.ravel())])
+        for group in lanes.arrivals.reshape(5, 7, -1)
+    ]
+    assert all(len(p) < 36 for p in prompts)  # a bootstrap sample leaves prompts out
+    assert len({frozenset(p) for p in prompts}) == 5
+    out = rows(walk_and_scores, [policy("none")], requests=3, replicas=5, servers=7, steps=11)
+    assert out.loc["none", "rounds"] == 3 * 5 * 7 * 11
+    assert out.loc["none", "step_ms"] == pytest.approx(10.0)
 
 
 def test_equal_seeds_give_equal_tables(walk_and_scores):
@@ -265,7 +280,7 @@ def test_threshold_zero_keeps_everything_and_higher_ones_keep_less_of_better_dra
 
 
 def composed(*overrides: str):
-    small = ["lanes=64", "min_replicas=4", "steps=8", "warmup=2", "concurrency=[1,16]", "thresholds=[0.5]"]
+    small = ["lanes=64", "replicas=4", "steps=8", "warmup=2", "concurrency=[1,16]", "thresholds=[0.5]"]
     with initialize(version_base="1.3", config_path="../configs"):
         return compose("simulate", overrides=[*small, *overrides])
 
@@ -273,7 +288,7 @@ def composed(*overrides: str):
 @pytest.fixture(scope="module")
 def calibrated_run(tmp_path_factory):
     tables = {
-        split: synthetic_slots(split=split, prompts=4, tokens=40, num_proposals=3, heat=2.0, seed=seed)
+        split: synthetic_slots(split=split, prompts=4, tokens=40, num_proposals=2, heat=2.0, seed=seed)
         for seed, split in enumerate(("validation", "test"))
     }
     run = made_up_run(tmp_path_factory.mktemp("runs") / "a_run", tables)
@@ -293,8 +308,8 @@ def test_the_command_writes_every_policy_concurrency_and_mix(calibrated_run, cap
     table = pd.read_parquet(out / "simulation.parquet")
     per_cell = table.groupby(["mix", "concurrency"])
     assert len(per_cell) == 4
-    # none, oracle, 3 fixed, 1 threshold, scheduler x (raw, calibrated, alpha, 3 free signals), asynchronous, global
-    assert per_cell.size().tolist() == [14] * 4
+    # none, oracle, 2 fixed, 1 threshold, scheduler x (raw, calibrated, alpha, 3 free signals), asynchronous, global
+    assert per_cell.size().tolist() == [13] * 4
     assert set(table.loc[table["policy"] == "scheduler", "source"]) == {
         "alpha", "raw", "calibrated", "max_prob", "entropy", "margin",
     }  # fmt: skip

@@ -181,6 +181,11 @@ class Verifier:
     def device(self) -> torch.device:
         return self._head_weight.device
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype the model computes in."""
+        return self._head_weight.dtype
+
     def embed_weight(self) -> Tensor:
         """Input embedding table [W, H] as bf16, without any scale the model applies after the lookup."""
         return self.model.get_input_embeddings().weight.detach().to(torch.bfloat16)
@@ -196,6 +201,22 @@ class Verifier:
         """
         weight = self.decoder.norm.weight.detach()
         return weight.float() + 1.0 if self.final_norm_offset else weight.to(torch.bfloat16)
+
+    def layer_weights(self, index: int) -> dict[str, Tensor]:
+        """fp32 copies of the parameters of decoder layer `index`, counted from 0, by their names inside the layer.
+
+        Raises:
+            ValueError: for families whose layers have other norms than one before attention and one before the MLP.
+        """
+        weights = {
+            k: v.detach().float().cpu().clone() for k, v in self.decoder.layers[index].named_parameters()
+        }
+        if self.final_norm_offset or "post_attention_layernorm.weight" not in weights:
+            raise ValueError(
+                f"layers of {self.info.architecture} cannot start a draft: their norms differ from Llama's. "
+                "Use draft.init=random."
+            )
+        return weights
 
     def next_logits(self, hidden: Tensor) -> Tensor:
         """fp32 logits [rows, W] of post-norm hidden states in the compute dtype, unrounded: what generation draws from."""
@@ -525,6 +546,13 @@ def check_aux_layer_ids(aux_layer_ids: Sequence[int], num_layers: int) -> tuple[
             f"of {num_layers} decoder layers. The last layer is not one of them: tools disagree whether its state is normed."
         )
     return ids
+
+
+def default_aux_layer_ids(num_layers: int, *, count: int = 5) -> tuple[int, ...]:
+    """Up to `count` ids spread evenly from layer 2 to two before the last."""
+    first, last = min(2, num_layers - 1), max(1, num_layers - 2)
+    spread = {round(first + i * (last - first) / max(1, count - 1)) for i in range(count)}
+    return tuple(sorted(i for i in spread if 1 <= i <= num_layers - 1))
 
 
 def rope_theta(config: Any) -> float:

@@ -14,33 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from transformers import DynamicCache
 
 from dspark import __version__
 from dspark.data.features import DocumentInfo, document_id
+from dspark.data.generation import Request, Response, generate
 from dspark.data.prompts import Prompt
 from dspark.verifier import Verifier, VerifierInfo
 
 TOKEN_SET_VERSION = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """One response to generate. `seed` makes a sampled row independent of the batch it happens to be in."""
-
-    prompt_ids: Sequence[int]
-    temperature: float
-    seed: int
-
-
-@dataclass(frozen=True)
-class Response:
-    """Generated token ids, the end-of-turn token included when `finish_reason` is "stop" ("length" otherwise)."""
-
-    token_ids: list[int]
-    finish_reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,78 +55,6 @@ class TokenDocument:
             response_tokens=sum(end - start for start, end in self.spans),
             tokens=len(self.input_ids),
         )
-
-
-@torch.inference_mode()
-def generate(
-    verifier: Verifier, requests: Sequence[Request], *, max_new_tokens: int, batch_size: int
-) -> Iterator[tuple[int, Response]]:
-    """Yield (index of the request, its response) in order of completion.
-
-    Requests of similar prompt length share a batch; finished rows leave it. Temperature 0 takes the arg max; otherwise one
-    uniform number a token, from the row's own generator, picks from the fp32 distribution by its cumulative sum.
-    """
-    order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), i))
-    for start in range(0, len(order), batch_size):
-        yield from _generate_batch(verifier, requests, order[start : start + batch_size], max_new_tokens)
-
-
-def _generate_batch(
-    verifier: Verifier, requests: Sequence[Request], rows: list[int], max_new_tokens: int
-) -> Iterator[tuple[int, Response]]:
-    device, stop = verifier.device, set(verifier.info.eos_token_ids)
-    longest = max(len(requests[r].prompt_ids) for r in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.long)
-    mask = torch.zeros(len(rows), longest, dtype=torch.long)
-    for b, r in enumerate(rows):
-        prompt = torch.as_tensor(list(requests[r].prompt_ids))
-        ids[b, longest - len(prompt) :], mask[b, longest - len(prompt) :] = prompt, 1
-    ids, mask = ids.to(device), mask.to(device)
-    generators = {r: torch.Generator().manual_seed(requests[r].seed) for r in rows}
-    texts: dict[int, list[int]] = {r: [] for r in rows}
-    cache = DynamicCache()
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    while rows:
-        hidden = verifier.decoder(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
-        ).last_hidden_state[:, -1]
-        temperatures = torch.tensor([requests[r].temperature for r in rows])
-        draws = torch.tensor([torch.rand((), generator=generators[r], dtype=torch.float64) for r in rows])
-        tokens = pick_tokens(verifier.next_logits(hidden), temperatures, draws)
-        going = []
-        for b, (r, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-            texts[r].append(token)
-            if token in stop:
-                yield r, Response(texts[r], "stop")
-            elif len(texts[r]) >= max_new_tokens:
-                yield r, Response(texts[r], "length")
-            else:
-                going.append(b)
-        if len(going) < len(rows):
-            keep = torch.tensor(going, dtype=torch.long, device=device)
-            rows = [rows[b] for b in going]
-            if not rows:
-                return
-            cache.batch_select_indices(keep)
-            tokens, mask, positions = tokens.to(device)[keep], mask[keep], positions[keep]
-        ids = tokens.to(device)[:, None]
-        mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-        positions = positions[:, -1:] + 1
-
-
-def pick_tokens(logits: Tensor, temperatures: Tensor, draws: Tensor) -> Tensor:
-    """Token ids [B] from fp32 logits [B, W]: arg max where temperature is 0, else the inverse CDF at `draws` in [0, 1)."""
-    tokens = logits.argmax(-1).cpu()
-    warm = (temperatures > 0).nonzero()[:, 0]
-    if len(warm):
-        scaled = (
-            logits[warm.to(logits.device)].float() / temperatures[warm].to(logits.device)[:, None].float()
-        )
-        cumulative = scaled.softmax(-1).double().cumsum(-1)
-        target = draws[warm].to(logits.device)[:, None] * cumulative[:, -1:]
-        picked = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_max(logits.shape[-1] - 1)
-        tokens[warm] = picked.cpu()
-    return tokens
 
 
 @dataclass

@@ -43,6 +43,12 @@ class ContextCache:
         self.values: list[Tensor | None] = [None] * layers
         self.lengths: Int[Tensor, " B"] | None = None
 
+    def select(self, rows: Int[Tensor, " R"]) -> None:
+        """Keep only some rows of the batch, in the given order."""
+        self.keys = [keys[rows] for keys in self.keys]
+        self.values = [values[rows] for values in self.values]
+        self.lengths = self.lengths[rows]
+
 
 class Draft(nn.Module):
     """Trainable: `fc`, `hidden_norm`, `layers`, `norm`, `markov_head`, `confidence_head`. Frozen: `embed_tokens`, `lm_head`.
@@ -146,11 +152,13 @@ class Draft(nn.Module):
         self, hidden: Float[Tensor, "*batch H"], features: Float[Tensor, "*batch R"] | None
     ) -> Float[Tensor, "*batch V"]:
         """Draft logits in draft-vocabulary space, fp32. Only for few positions: training chunks this product instead."""
-        logits = F.linear(hidden, self.lm_head.to(hidden.dtype)).float()
-        if features is not None:
-            weight = self.markov_head.markov_w2.weight
-            logits = logits + F.linear(features.to(hidden.dtype), weight.to(hidden.dtype)).float()
-        return logits * self.config.logit_scale
+        logits = F.linear(hidden, self.lm_head.to(hidden.dtype)).float() * self.config.logit_scale
+        return logits if features is None else logits + self.bias(features, hidden.dtype)
+
+    def bias(self, features: Float[Tensor, "*batch R"], dtype: torch.dtype) -> Float[Tensor, "*batch V"]:
+        """What the sequential head adds to the base logits, fp32, the product taken in `dtype`."""
+        weight = self.markov_head.markov_w2.weight
+        return F.linear(features.to(dtype), weight.to(dtype)).float() * self.config.logit_scale
 
     # ---- one block at a time: decoding
 
@@ -209,10 +217,10 @@ class Draft(nn.Module):
         kind = self.fc.weight.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.fc.weight.dtype
 
-    def _embed(self, ids: Int[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "... H"]:
+    def _embed(self, ids: Int[Tensor, ...], dtype: torch.dtype) -> Float[Tensor, "... H"]:
         return F.embedding(ids, self.embed_tokens).to(dtype)
 
-    def _rotary(self, positions: Int[Tensor, "..."]) -> Rotary:
+    def _rotary(self, positions: Int[Tensor, ...]) -> Rotary:
         return Rotary.at(positions, self.config.head_dim, self.config.rope_theta)
 
 

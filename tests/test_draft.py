@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dspark.blocks import build_blocks
-from dspark.nn.attention import GROUP, plan_attention, resolve_backend
+from dspark.nn.attention import GROUP, _dense_mask, occupied_tiles, plan_attention, resolve_backend
 from dspark.nn.backbone import Rotary
 from dspark.nn.draft import ContextCache
 from tests.builders import draft_config, random_batch, random_draft
@@ -22,7 +22,7 @@ VARIANTS = {
 }
 
 
-def visible_by_loops(batch, config, window, b, a, slot, key):  # noqa: ANN001
+def visible_by_loops(batch, config, window, b, a, slot, key):
     """Whether context token `key` may be seen, one case at a time."""
     anchor = int(batch.anchors[b, a])
     if key >= anchor or int(batch.doc_start[b, key]) != int(batch.doc_start[b, anchor]):
@@ -52,6 +52,27 @@ def test_context_mask_equals_a_three_loop_version(window):
                     assert not own[torch.arange(last - first) != a - first].any()
                     seen = [window is None or slot - window < other <= slot for other in range(width)]
                     assert own[a - first].tolist() == seen
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("query_slots", [4, 3])
+def test_occupied_tiles_equal_the_dense_mask_cut_into_tiles(window, query_slots):
+    config = (
+        draft_config(layer_types=("sliding_attention",) * 2, sliding_window=5) if window else draft_config()
+    )
+    batch = random_batch(config, anchors=21, rows=((60, 20), (81,)))
+    starts = batch.doc_start.gather(1, batch.anchors)
+    length, width, tile = batch.input_ids.shape[1], config.block_size, 8
+    some, whole = occupied_tiles(batch.anchors, starts, length, width, query_slots, window, tile)
+    for b in range(2):
+        slots = range(width - query_slots, width)
+        dense = _dense_mask(batch.anchors[b], starts[b], 0, length, slots, width, window)
+        grown = torch.zeros(some.shape[1] * tile, some.shape[2] * tile, dtype=torch.bool)
+        grown[: dense.shape[0], : dense.shape[1]] = dense
+        tiles = grown.view(some.shape[1], tile, some.shape[2], tile)
+        assert torch.equal(some[b], tiles.any(3).any(1))
+        assert not (whole[b] & ~tiles.all(3).all(1)).any()
+        assert whole[b].sum() > 0 or window
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)

@@ -23,6 +23,7 @@ from torch import Tensor
 from dspark.blocks import DraftBatch, visible, visible_in_block
 
 BACKENDS = ("auto", "grouped", "flex", "dense")
+TILE = 128  # queries and keys of a FlexAttention tile
 GROUP = (
     16  # anchors a grouped call; larger groups waste work on each other's blocks, smaller ones on launches
 )
@@ -210,20 +211,60 @@ def dense_attention(
 
 
 @cache
-def _compiled_flex():  # noqa: ANN202
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+def _compiled_flex():
+    from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention), torch.compile(create_block_mask)
+    # Static: the two query widths in use are two graphs; symbolic shapes take minutes to compile.
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def occupied_tiles(
+    anchors: Int[Tensor, "B A"],
+    starts: Int[Tensor, "B A"],
+    length: int,
+    block_size: int,
+    query_slots: int,
+    window: int | None,
+    tile: int,
+) -> tuple[Bool[Tensor, "B I J"], Bool[Tensor, "B I J"]]:
+    """Which `tile` x `tile` squares of (queries x keys) hold any visible pair, and which hold nothing else.
+
+    Queries are the last `query_slots` slots of every block, keys are `context ++ blocks`. Computed from the anchors alone, since
+    a block sees one run of context: a general-purpose mask builder would evaluate every pair.
+    """
+    count, device = anchors.shape[1], anchors.device
+    queries = torch.arange(-(-count * query_slots // tile) * tile, device=device)
+    inside = queries < count * query_slots
+    block = (queries // query_slots).clamp(max=count - 1)
+    slot = queries % query_slots + block_size - query_slots
+    anchor, start = anchors[:, block], starts[:, block]  # [B, I * tile]
+    first = start if window is None else torch.maximum(start, anchor + slot - window + 1)
+    keys = torch.arange(0, length + count * block_size, tile, device=device)
+    lo, hi = keys, (keys + tile).clamp(max=length)  # a tile may begin in the context and end in the blocks
+    some = (
+        (first.unsqueeze(-1) < hi) & (anchor.unsqueeze(-1) > lo) & (lo < hi) & (first < anchor).unsqueeze(-1)
+    )
+    whole = (first.unsqueeze(-1) <= lo) & (anchor.unsqueeze(-1) >= keys + tile)
+    own = length + block * block_size
+    own_first = own if window is None else own + (slot - window + 1).clamp(min=0)
+    own_last = own + (block_size - 1 if window is None else slot)
+    in_own = (own_first.unsqueeze(-1) < keys + tile) & (own_last.unsqueeze(-1) >= keys)
+    some = (some | in_own) & inside.unsqueeze(-1)
+    whole = whole & inside.unsqueeze(-1)
+    rows = (len(anchors), -1, tile, len(keys))
+    return some.view(rows).any(2), whole.view(rows).all(2)
 
 
 @dataclass
 class FlexPlan:
-    """One FlexAttention call; the block mask skips tiles that no anchor of the tile can see."""
+    """One FlexAttention call; tiles that no slot can see are skipped, tiles that all see are not masked."""
 
-    mask: object
+    anchors: Int[Tensor, "B A"]
+    starts: Int[Tensor, "B A"]
+    length: int
     block_size: int
     window: int | None
-    parts: tuple[Tensor, Tensor, int]
+    masks: dict[int, object]
 
     @classmethod
     def build(
@@ -234,17 +275,30 @@ class FlexPlan:
         block_size: int,
         window: int | None,
     ) -> FlexPlan:
-        plan = cls(None, block_size, window, (anchors, starts, length))
-        plan.mask = plan.build_mask(block_size)
-        return plan
+        return cls(anchors, starts, length, block_size, window, {})
 
-    def build_mask(self, query_slots: int):  # noqa: ANN201
-        """Block mask for the last `query_slots` slots of every block."""
-        anchors, starts, length = self.parts
-        width, window, skipped = self.block_size, self.window, self.block_size - query_slots
+    def mask(self, query_slots: int):
+        """Block mask for the last `query_slots` slots of every block, built on first use."""
+        if query_slots not in self.masks:
+            self.masks[query_slots] = self._build_mask(query_slots)
+        return self.masks[query_slots]
 
-        def mask_mod(b, h, query, key):  # noqa: ANN001, ANN202
-            block, slot = query // query_slots, query % query_slots + skipped
+    def _build_mask(self, query_slots: int):
+        from torch.nn.attention.flex_attention import BlockMask
+
+        anchors, starts, length, width, window = (
+            self.anchors,
+            self.starts,
+            self.length,
+            self.block_size,
+            self.window,
+        )
+        skipped, count = width - query_slots, anchors.shape[1]
+
+        def mask_mod(b, h, query, key):
+            # Queries of a ragged last tile belong to no anchor; they read the last one's and are cut off.
+            block = (query // query_slots).clamp(max=count - 1)
+            slot = query % query_slots + skipped
             inside = key - length
             context = visible(anchors[b, block], slot, starts[b, block], key, window) & (key < length)
             own = (inside >= 0) & (inside // width == block)
@@ -252,10 +306,17 @@ class FlexPlan:
                 own = own & (inside % width <= slot) & (inside % width > slot - window)
             return context | own
 
-        _, create_block_mask = _compiled_flex()
-        batch, count = anchors.shape
-        return create_block_mask(
-            mask_mod, batch, None, count * query_slots, length + count * width, device=anchors.device
+        some, whole = occupied_tiles(anchors, starts, length, width, query_slots, window, TILE)
+        partial = (some & ~whole).unsqueeze(1)
+        whole = whole.unsqueeze(1)
+        return BlockMask.from_kv_blocks(
+            partial.sum(-1, dtype=torch.int32),
+            partial.int().argsort(dim=-1, descending=True, stable=True).int(),
+            whole.sum(-1, dtype=torch.int32),
+            whole.int().argsort(dim=-1, descending=True, stable=True).int(),
+            BLOCK_SIZE=TILE,
+            mask_mod=mask_mod,
+            seq_lengths=(count * query_slots, length + count * width),
         )
 
     def attend(
@@ -266,9 +327,8 @@ class FlexPlan:
         k_block: Float[Tensor, "B A Q g d"],
         v_block: Float[Tensor, "B A Q g d"],
     ) -> Float[Tensor, "B A q h d"]:
-        flex, _ = _compiled_flex()
-        mask = self.mask if q.shape[2] == self.block_size else self.build_mask(q.shape[2])
         k = torch.cat([k_context, k_block.flatten(1, 2)], dim=1).transpose(1, 2)
         v = torch.cat([v_context, v_block.flatten(1, 2)], dim=1).transpose(1, 2)
-        out = flex(q.flatten(1, 2).transpose(1, 2), k, v, block_mask=mask, enable_gqa=True)
+        queries = q.flatten(1, 2).transpose(1, 2)
+        out = _compiled_flex()(queries, k, v, block_mask=self.mask(q.shape[2]), enable_gqa=True)
         return out.transpose(1, 2).reshape(q.shape)

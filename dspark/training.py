@@ -7,6 +7,7 @@ One step: `DraftModule.training_step` -> `Draft.forward` -> `draft_loss` -> grad
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,11 @@ from dspark.runs import Run, save_draft, write_table
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with linear warm-up and a cosine to `min_lr_ratio` of the peak. Decay applies to matrices of the layers only."""
+    """AdamW with linear warm-up and a cosine to `min_lr_ratio` of the peak. Decay applies to matrices of the layers only.
+
+    With `budget_seconds` the cosine follows the clock wherever that is ahead of the steps, so that a run stopped by time has
+    annealed too.
+    """
 
     lr: float
     head_lr: float
@@ -41,13 +46,17 @@ class OptimizerConfig:
     min_lr_ratio: float
     weight_decay: float
     betas: tuple[float, float]
+    budget_seconds: float | None
 
 
-def lr_scale(step: int, *, warmup: int, total: int, floor: float) -> float:
-    """Factor on the peak learning rate at an optimizer step: linear warm-up, then half a cosine down to `floor`."""
+def lr_scale(step: int, *, warmup: int, total: int, floor: float, elapsed: float = 0.0) -> float:
+    """Factor on the peak learning rate at an optimizer step: linear warm-up, then half a cosine down to `floor`.
+
+    `elapsed` is the share of the time budget that has passed; the schedule is as far along as steps or time, whichever is more.
+    """
     if step < warmup:
         return (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    progress = min(1.0, max((step - warmup) / max(1, total - warmup), elapsed))
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
@@ -73,6 +82,7 @@ class DraftModule(L.LightningModule):
         self.run = run
         self.norm_eps = verifier_norm[1] if verifier_norm else None
         self.register_buffer("norm_weight", verifier_norm[0] if verifier_norm else None, persistent=False)
+        self._started = time.time()
         self.best_tau = 0.0
         self.metrics = MetricTotals()
         self._denominator: Tensor | None = None
@@ -87,6 +97,9 @@ class DraftModule(L.LightningModule):
             )
             batch.last = last.to(batch.last.dtype)
         return batch
+
+    def on_train_start(self) -> None:
+        self._started = time.time()
 
     def training_step(self, batch: DraftBatch, index: int) -> Tensor:
         batch = self.normed(batch)
@@ -172,7 +185,17 @@ class DraftModule(L.LightningModule):
             [group for group in groups if group["params"]], betas=tuple(config.betas), fused=True
         )
         total = int(self.trainer.estimated_stepping_batches)
-        scale = partial(lr_scale, warmup=config.warmup_steps, total=total, floor=config.min_lr_ratio)
+
+        def scale(step: int) -> float:
+            elapsed = (
+                0.0
+                if config.budget_seconds is None
+                else (time.time() - self._started) / config.budget_seconds
+            )
+            return lr_scale(
+                step, warmup=config.warmup_steps, total=total, floor=config.min_lr_ratio, elapsed=elapsed
+            )
+
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -107,7 +107,11 @@ def build_loss(cfg: DictConfig) -> LossWeights:
 
 
 def build_optimizer(cfg: DictConfig) -> OptimizerConfig:
-    return OptimizerConfig(**OmegaConf.to_container(cfg.optimizer, resolve=True))
+    minutes = cfg.trainer.max_minutes
+    return OptimizerConfig(
+        **OmegaConf.to_container(cfg.optimizer, resolve=True),
+        budget_seconds=60.0 * minutes if minutes else None,
+    )
 
 
 def build_draft(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,7 @@ class OptimizerConfig:
     warmup_steps: int
     min_lr_ratio: float
     weight_decay: float
-    betas: tuple[float, float]
+    betas: Sequence[float]
     budget_seconds: float | None
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
+from scipy.sparse import coo_matrix
+from scipy.sparse.linalg import svds
 from torch import Tensor
 
 from dspark.config import Contract
@@ -74,7 +77,7 @@ def _typical_scale(norm: RMSNorm, projected: Float[Tensor, "T hd"]) -> Float[Ten
 
 
 def bigram_counts(
-    documents: Sequence[tuple[Int[Tensor, " S"], Tensor]], vocab: VocabMap
+    documents: Sequence[tuple[Tensor, Tensor]], vocab: VocabMap
 ) -> tuple[Int[Tensor, " E"], Int[Tensor, " E"], Int[Tensor, " E"]]:
     """(previous verifier id, next draft id, count) over supervised tokens whose next token the draft can propose."""
     previous, following = [], []
@@ -114,25 +117,24 @@ def start_from_bigrams(
     column_sum = torch.zeros(columns, dtype=torch.float64).index_add_(0, following, weight)
     ratio = weight * total / ((row_sum[prev] + smooth) * (column_sum[following] + smooth))
     values = strength * ratio.log().clamp(min=0.0) * (weight / (weight + smooth))
-    matrix = torch.sparse_coo_tensor(
-        torch.stack([prev, following]), values.float(), (rows, columns)
-    ).coalesce()
-    rank = min(head.rank, rows, columns)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # the randomised factorisation is part of the recipe, not of the seed
-        left, singular, right = torch.svd_lowrank(matrix, q=rank, niter=4)
-    root = singular.sqrt()
-    head.markov_w1.weight[:, :rank] = left * root
-    head.markov_w2.weight[:, :rank] = right * root
+    matrix = coo_matrix((values.numpy(), (prev.numpy(), following.numpy())), shape=(rows, columns)).tocsr()
+    rank = min(head.rank, rows - 1, columns - 1)
+    # The factorisation is part of the recipe, not of the run's seed.
+    left, singular, right = svds(matrix, k=rank, v0=np.ones(min(rows, columns)))
+    root = torch.from_numpy(singular.copy()).clamp(min=0.0).sqrt()
+    head.markov_w1.weight[:, :rank] = (torch.from_numpy(left.copy()) * root).float()
+    head.markov_w2.weight[:, :rank] = (torch.from_numpy(right.copy()).T * root).float()
     # Tokens never seen as a previous token keep a small random row, so that they can still learn.
     unseen = row_sum == 0
     head.markov_w1.weight[unseen] *= 0.1
 
 
 def start_from_draft(
-    draft: Draft, earlier: Draft, earlier_contract: Contract, *, convert_layout: bool
+    draft: Draft, earlier: Draft, earlier_contract: Contract, *, current: Contract, convert_layout: bool
 ) -> list[str]:
     """Copy every weight of an earlier draft that fits; returns the names that kept their own start.
+
+    `current` is this run's contract: the draft's and its cache's.
 
     Raises ValueError when the contract differs: another verifier, other taps, another vocabulary or, unless `convert_layout`,
     the other block layout (its slots mean other tokens). Block size and attention pattern may differ.
@@ -140,7 +142,7 @@ def start_from_draft(
     ignore = ("block_size", "layer_types", "sliding_window") + (
         ("sample_from_anchor",) if convert_layout else ()
     )
-    earlier_contract.check(draft.contract, mine="the warm start", theirs="this run", ignore=ignore)
+    earlier_contract.check(current, mine="the warm start", theirs="this run", ignore=ignore)
     own, given = draft.state_dict(), earlier.state_dict()
     kept = [name for name, tensor in own.items() if name not in given or given[name].shape != tensor.shape]
     draft.load_state_dict(

@@ -71,7 +71,7 @@ def train(cfg: DictConfig) -> Run:
         start_weights(cfg, draft, contract, cache, rows.documents, vocab)
 
     run = resumed or start_run(cfg, cache, rows)
-    console.print(describe(cfg, draft, cache, rows, precision, run), highlight=False)
+    console.print(describe(cfg, draft, cache, rows, precision, run), highlight=False, soft_wrap=True)
     module = DraftModule(
         draft=draft,
         contract=contract,

@@ -7,7 +7,7 @@ resumed at batch k sees what the uninterrupted run would have seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from dspark.data.features import Document, FeatureCache
 
 
 def pack_rows(
-    lengths: Sequence[int], order: Sequence[int], seq_length: int, max_open: int = 16
+    lengths: Mapping[int, int], order: Sequence[int], seq_length: int, max_open: int = 16
 ) -> list[list[int]]:
     """Rows of document numbers whose lengths add up to at most `seq_length`; longer documents count as cropped to it.
 

@@ -398,9 +398,10 @@ def _load(
         with _quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
             model = AutoModelForCausalLM.from_pretrained(path, revision=revision, dtype=compute_dtype)
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"no verifier could be loaded from {str(path)!r} (revision {revision}): {error} "
+            f"no verifier could be loaded from {str(path)!r} (revision {revision}): {reason} "
             "Give a folder with config.json, weights and tokenizer, or a Hub id that this machine can reach."
         ) from error
     return model, tokenizer
@@ -505,7 +506,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         )
 
 
-def find_decoder(model: PreTrainedModel) -> nn.Module:
+def find_decoder(model: nn.Module) -> nn.Module:
     """The module that owns `layers` and the final `norm`, at the top or inside a multimodal wrapper.
 
     Raises:

@@ -10,7 +10,7 @@ rounds  one row for each anchor: `visit` (expected rounds that start there), `pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,6 +23,7 @@ from dspark.acceptance import tau_from_counts
 from dspark.blocks import DraftBatch
 from dspark.data.batches import all_anchors, collate_documents, pack_rows
 from dspark.data.features import DocumentInfo, FeatureCache, target_lse
+from dspark.decode import DecodeSettings, Round
 from dspark.nn.draft import Draft
 from dspark.replay import Replay, check_proposals, replay_documents
 
@@ -128,6 +129,50 @@ def replay_tables(
     return pd.concat(slots, ignore_index=True)[SLOT_COLUMNS], pd.concat(rounds, ignore_index=True)[
         ROUND_COLUMNS
     ]
+
+
+def decode_tables(
+    rounds: Iterable[Round],
+    origins: Mapping[int, Mapping[str, object]],
+    *,
+    run_id: str,
+    dataset: str,
+    settings: DecodeSettings,
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The same two tables from decoding. `origins[request]` holds domain, prompt_id, doc_id and temperature of a request.
+
+    Raises ValueError if no round was decoded.
+    """
+    slots: dict[str, list[object]] = {name: [] for name in SLOT_COLUMNS}
+    table: dict[str, list[object]] = {name: [] for name in ROUND_COLUMNS}
+    for step in rounds:
+        names = {
+            "run_id": run_id,
+            "dataset": dataset,
+            "mode": "decode",
+            "top_k": settings.top_k,
+            "top_p": settings.top_p,
+            "draft_sampling": settings.draft_sampling,
+            **origins[step.request],
+        }
+        row = {
+            "anchor": step.anchor,
+            "visit": 0.0 if step.prefill else 1.0,
+            "proposed": step.proposed,
+            "accepted": float(step.accepted),
+            "emitted": float(len(step.tokens)),
+            "draft_ms": step.draft_ms,
+            "verify_ms": step.verify_ms,
+        }
+        for name, column in table.items():
+            column.append(row[name] if name in row else names[name])
+        if step.slots:
+            values = {"anchor": [step.anchor] * len(step.slots["position"]), **step.slots}
+            for name, column in slots.items():
+                column.extend(values[name] if name in values else [names[name]] * len(values["anchor"]))
+    if not any(table["visit"]):
+        raise ValueError("nothing was decoded: no request needed a verification round.")
+    return pd.DataFrame(slots), pd.DataFrame(table)
 
 
 def document_columns(info: DocumentInfo) -> dict[str, object]:

@@ -83,11 +83,13 @@ def answer_prompts(
     mask_token_id: int,
     template_options: Mapping[str, Any],
     progress: Callable[[int], None],
+    respond: Callable[..., Iterator[tuple[int, Response]]] = generate,
 ) -> tuple[list[TokenDocument], Counter[str]]:
     """Let the verifier answer every turn of every prompt; returns documents in prompt order and counts of what was left out.
 
     A turn is answered in the tokens of all earlier turns, as generated: the text between two answers comes from rendering
     the conversation with the chat template and taking what follows the answer. `progress` receives generated token counts.
+    `respond` answers requests as `generate` does; speculative decoding takes its place in evaluation.
 
     Counts: `too_long` (rendered prompt leaves less than one token below `max_length`; a later turn that does not fit ends its
     conversation and is counted as `turn_too_long`), `history_rewritten` (the template renders an earlier answer differently
@@ -130,7 +132,7 @@ def answer_prompts(
         room = {i: max_length - len(active[i].ids) for i in order}
         responses = dict(
             _with_progress(
-                generate(verifier, requests, max_new_tokens=max_new_tokens, batch_size=batch_size), progress
+                respond(verifier, requests, max_new_tokens=max_new_tokens, batch_size=batch_size), progress
             )
         )
         for position, i in enumerate(order):

@@ -207,7 +207,8 @@ def _proposals(
     lse_at_temperature: Tensor | None,
 ) -> dict[str, Tensor]:
     """Per-proposal quantities [A, N] of one row's anchors."""
-    output = draft(batch)
+    # Every document has its own shape, and FlexAttention would compile for each.
+    output = draft(batch, attention_backend="grouped")
     blocks = output.blocks
     labels = draft.vocab.target_to_draft(blocks.labels)[0]  # [A, N]; -1 cannot be proposed
     if temperature in (0.0, 1.0):

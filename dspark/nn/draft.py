@@ -114,14 +114,18 @@ class Draft(nn.Module):
 
     # ---- blocks in parallel: training and replay
 
-    def forward(self, batch: DraftBatch) -> DraftOutput:
-        """Hidden states and head features of every proposal of every block, conditioned on the text."""
+    def forward(self, batch: DraftBatch, attention_backend: str | None = None) -> DraftOutput:
+        """Hidden states and head features of every proposal of every block, conditioned on the text.
+
+        `attention_backend` overrides the draft's own for this call.
+        """
         blocks = build_blocks(batch, self.config)
         context = self.context(batch.aux)
         rotary_context = self._rotary(batch.positions)
         rotary_block = self._rotary(blocks.slot_positions)
         windows = {layer.window for layer in self.layers}
-        plans = plan_attention(batch, self.config.block_size, windows, self.attention_backend)
+        backend = attention_backend or self.attention_backend
+        plans = plan_attention(batch, self.config.block_size, windows, backend)
 
         x = self._embed(blocks.slot_ids, context.dtype)  # [B, A, Q, H]
         last = len(self.layers) - 1

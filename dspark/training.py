@@ -85,6 +85,7 @@ class DraftModule(L.LightningModule):
         self.register_buffer("norm_weight", verifier_norm[0] if verifier_norm else None, persistent=False)
         self._started = time.time()
         self.best_tau = 0.0
+        self.validated_step = -1
         self.metrics = MetricTotals()
         self._denominator: Tensor | None = None
         self._replays: list[tuple[float, Replay]] = []
@@ -225,6 +226,7 @@ class DraftModule(L.LightningModule):
         if self.trainer.sanity_checking or float(rounds) == 0:
             return
         tau = tau_from_counts(float(accepted), float(rounds))
+        self.validated_step = self.global_step
         self.metrics.add("val_accepted", accepted, rounds)
         self.log("tau", tau, prog_bar=True, rank_zero_only=True)
         if self.run is not None and self.trainer.is_global_zero:

@@ -95,6 +95,8 @@ def train(cfg: DictConfig) -> Run:
         training_started = time.time()
         trainer.fit(module, data, ckpt_path=checkpoint_path(run) if resumed else None, weights_only=False)
         seconds = time.time() - training_started
+        if module.validated_step != trainer.global_step:  # stopped by time, between two validations
+            trainer.validate(module, datamodule=data, verbose=False)
         results = finish(cfg, run, cache, seconds, module, trainer)
     except BaseException as error:
         run.finish(

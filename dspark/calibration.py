@@ -12,6 +12,9 @@ number of times a round (or a slot) occurs.
 In replay the confidence of slot k is conditioned on the *text* before it. That is exact for rounds that reach slot k;
 for rounds that lost a draft earlier it stands in for the confidence after the rejected draft. Conditional measures are
 therefore exact in replay, prefix measures are exact only in decoded tables.
+
+The head is trained on alpha, the acceptance of a draft *sampled* from q. Greedy drafts, or another temperature, are kept at
+other rates, so a calibration belongs to the setting (draft sampling, temperature) whose slots it was fitted on.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from sklearn.isotonic import IsotonicRegression
 
 FORMAT = "dspark-calibration"
 VERSION = 1
-ROUND_KEYS = ["run_id", "dataset", "domain", "prompt_id", "doc_id", "anchor"]
+ROUND_KEYS = ["run_id", "dataset", "domain", "prompt_id", "doc_id", "temperature", "anchor"]
 SLOT_VALUES = ["reached", "accepted", "r", "alpha", "confidence", "entropy", "max_prob", "margin"]
 FREE_SIGNALS = ("max_prob", "entropy", "margin")
 METRICS = ("ece", "brier", "log_loss", "auc", "mean_bias")

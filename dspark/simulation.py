@@ -76,7 +76,7 @@ def walk_of(rounds: Rounds) -> tuple[Walk, Array]:
             "Evaluate with mode=replay."
         )
     document, _ = pd.factorize(
-        pd.MultiIndex.from_frame(rounds.frame[["run_id", "dataset", "prompt_id", "doc_id"]])
+        pd.MultiIndex.from_frame(rounds.frame[["run_id", "dataset", "prompt_id", "doc_id", "temperature"]])
     )
     anchor = rounds.frame["anchor"].to_numpy()
     order = np.lexsort((anchor, document))

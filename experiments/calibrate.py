@@ -54,13 +54,14 @@ def calibrate(cfg: DictConfig) -> Path:
     if cfg.fold:
         run.checkpoint("best")  # refuse before any work
     out = Path(cfg.out) if cfg.out else run.path / "calibration"
-    slots = {name: read_table(run.eval_folder(name) / "slots.parquet") for name in (cfg.fit, cfg.report)}
-    fit, report = (cal.rounds_of(slots[name]) for name in (cfg.fit, cfg.report))
-    for name, rounds in ((cfg.fit, fit), (cfg.report, report)):
+    fit_set, report_set = evaluated_set(run, cfg.fit), evaluated_set(run, cfg.report)
+    slots = {name: read_table(run.eval_folder(name) / "slots.parquet") for name in (fit_set, report_set)}
+    fit, report = (cal.rounds_of(slots[name]) for name in (fit_set, report_set))
+    for name, rounds in ((fit_set, fit), (report_set, report)):
         cal.require_calibratable(
             rounds, what=f"set {name!r} of run {run.path.name}", min_rounds=int(cfg.min_rounds)
         )
-    cal.require_disjoint(fit, report, fit_name=cfg.fit, report_name=cfg.report)
+    cal.require_disjoint(fit, report, fit_name=fit_set, report_name=report_set)
     signals = [s for s in cfg.signals if not np.isnan(fit.values[s][fit.present]).any()]
 
     with console.status("fitting temperatures"):
@@ -73,7 +74,7 @@ def calibrate(cfg: DictConfig) -> Path:
             bins=int(cfg.bins),
             binning=cfg.fit_binning,
             signals=signals,
-            source=_source(cfg.fit, slots[cfg.fit], fit),
+            source=_source(fit_set, slots[fit_set], fit),
         )
     with console.status("measuring, with bootstrap over prompts"):
         metrics, bins = cal.report_table(
@@ -93,12 +94,12 @@ def calibrate(cfg: DictConfig) -> Path:
     ]
     summary = mean_ece(metrics)
     calibration = replace(
-        fitted.calibration, report={**_source(cfg.report, slots[cfg.report], report), "mean_ece": summary}
+        fitted.calibration, report={**_source(report_set, slots[report_set], report), "mean_ece": summary}
     )
     calibration.write(out / "calibration.json")
     for name, table in (
         ("calibration", metrics),
-        ("reliability", bins),
+        ("reliability", compact(bins)),
         ("thresholds", pd.concat(sweeps, ignore_index=True)),
     ):
         write_table(table.assign(run_id=run.path.name), out / f"{name}.parquet")
@@ -111,12 +112,34 @@ def calibrate(cfg: DictConfig) -> Path:
     overall = summary["confidence"]["all"]
     console.print(
         f"[bold]mean ECE of the prefix product {100 * overall['raw']:.2f} % -> {100 * overall['sts']:.2f} %[/bold] on "
-        f"{cfg.report} ({report.frame['visit'].sum():.0f} rounds, {report.frame['prompt_id'].nunique()} prompts); "
+        f"{report_set} ({report.frame['visit'].sum():.0f} rounds, {report.frame['prompt_id'].nunique()} prompts); "
         f"{out / 'calibration.json'}",
         highlight=False,
         soft_wrap=True,
     )
     return out
+
+
+def evaluated_set(run: Run, name: str) -> str:
+    """The evaluated set called `name`, or the only one that ends in -`name` (test for smollm2-test).
+
+    Raises ValueError that lists the run's sets if there is none or more than one.
+    """
+    sets = sorted(p.parent.name for p in (run.path / "eval").glob("*/slots.parquet"))
+    if name in sets:
+        return name
+    endings = [s for s in sets if s.endswith(f"-{name}")]
+    if len(endings) != 1:
+        raise ValueError(
+            f"run {run.path.name} has {'more than one' if endings else 'no'} evaluated set {name!r}; it has {sets}. "
+            "Evaluate the run on that set with experiments.evaluate, or name one of these."
+        )
+    return endings[0]
+
+
+def compact(bins: pd.DataFrame) -> pd.DataFrame:
+    """The bins in single precision: they are only drawn, and the file is copied into results."""
+    return bins.astype({name: np.float32 for name in ("low", "high", "predicted", "observed", "weight")})
 
 
 def mean_ece(metrics: pd.DataFrame) -> dict[str, dict[str, dict[str, float]]]:

@@ -29,6 +29,7 @@ from dspark import calibration as cal
 from dspark.costs import CostTable, fit_hinge
 from dspark.runs import Run, current_command, read_table, utc_now, write_table, write_text
 from dspark.simulation import Policy, Walk, break_even, compare, lanes_of, run, walk_of
+from experiments.calibrate import evaluated_set
 from experiments.cli import CONFIGS, command
 
 console = Console()
@@ -50,11 +51,17 @@ def simulate(cfg: DictConfig) -> Path:
         )
     source = Run.open(cfg.run)
     costs = load_costs(cfg)
-    slots = read_table(source.eval_folder(cfg.set) / "slots.parquet")
+    dataset = evaluated_set(source, cfg.set)
+    slots = read_table(source.eval_folder(dataset) / "slots.parquet")
     rounds = cal.rounds_of(slots)
     walk, order = walk_of(rounds)
-    calibration = load_calibration(cfg, source)
-    conditional, prefix = scores_of(rounds.take(order), calibration, free_signals=bool(cfg.free_signals))
+    calibration = load_calibration(cfg, source, dataset)
+    conditional, prefix = scores_of(
+        rounds.take(order),
+        calibration,
+        sampled=set(slots["draft_sampling"]) == {"sampled"},
+        free_signals=bool(cfg.free_signals),
+    )
     policies = policies_of(cfg, walk.num_proposals, prefix)
     out = Path(cfg.out) if cfg.out else source.path / "simulation" / costs.name
     cells = [(mix, int(requests)) for mix in cfg.mixes for requests in cfg.concurrency]
@@ -110,31 +117,31 @@ def load_costs(cfg: DictConfig) -> CostTable:
     return costs
 
 
-def load_calibration(cfg: DictConfig, source: Run) -> cal.Calibration | None:
+def load_calibration(cfg: DictConfig, source: Run, dataset: str) -> cal.Calibration | None:
     """The run's calibration, or None where it has none. Raises ValueError if it was fitted on the simulated set."""
     path = Path(cfg.calibration) if cfg.calibration else source.path / "calibration" / "calibration.json"
     if not cfg.calibration and not path.is_file():
         return None
     calibration = cal.Calibration.read(path)
-    if calibration.fit.get("set") == cfg.set:
+    if calibration.fit.get("set") == dataset:
         raise ValueError(
-            f"{path} was fitted on {cfg.set!r}, the set to simulate; calibrated confidences would be flattered. "
-            f"Simulate another set, or calibrate with fit=<another set> report={cfg.set}."
+            f"{path} was fitted on {dataset!r}, the set to simulate; calibrated confidences would be flattered. "
+            f"Simulate another set, or calibrate with fit=<another set> report={dataset}."
         )
     return calibration
 
 
 def scores_of(
-    rounds: cal.Rounds, calibration: cal.Calibration | None, *, free_signals: bool
+    rounds: cal.Rounds, calibration: cal.Calibration | None, *, sampled: bool, free_signals: bool
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """(p_accept_given_prefix, p_prefix_survives) by source, 0 where no slot is.
 
     raw          the head as it is
     calibrated   after sequential temperature scaling
     max_prob, entropy, margin   free signals, mapped and scaled on the calibration's fit set
-    alpha        the true chance of acceptance: what a perfect head would say
+    alpha        with `sampled` drafts only: the true chance of acceptance, what a perfect head would say
     """
-    conditional = {"alpha": np.clip(rounds.values["alpha"], 0.0, 1.0)}
+    conditional = {"alpha": np.clip(rounds.values["alpha"], 0.0, 1.0)} if sampled else {}
     head = rounds.values["confidence"]
     if not np.isnan(head[rounds.present]).any():
         conditional["raw"] = head
@@ -156,9 +163,9 @@ def policies_of(cfg: DictConfig, num_proposals: int, sources: Mapping[str, Any])
     if head:
         policies += [Policy("threshold", head, float(t)) for t in cfg.thresholds]
     policies += [Policy("scheduler", source, float("nan")) for source in sources]
-    return policies + [
-        Policy(k, head or "alpha", float("nan")) for k in ("scheduler_async", "scheduler_global")
-    ]
+    best = head or next(iter(sources), None)
+    kinds = ("scheduler_async", "scheduler_global") if best else ()
+    return policies + [Policy(kind, best, float("nan")) for kind in kinds]
 
 
 def cost_curve(costs: CostTable, most: int) -> pd.DataFrame:
@@ -180,7 +187,7 @@ def _manifest(
         "run_id": source.path.name,
         "command": current_command(),
         "written": utc_now(),
-        "set": cfg.set,
+        "set": str(slots["dataset"].iloc[0]),
         "prompts": int(slots["prompt_id"].nunique()),
         "documents": int(slots["doc_id"].nunique()),
         "calibration_fit": dict(calibration.fit) if calibration else None,
@@ -200,23 +207,23 @@ def _manifest(
 
 
 def _lines(table: pd.DataFrame, even: pd.DataFrame, costs: CostTable) -> list[str]:
-    """A line a concurrency of the first mix, then the verdict."""
+    """A line a concurrency of the first mix (the best static policy, then the scheduler), then the verdict."""
     mix = table["mix"].iloc[0]
     lines = []
     for requests, rows in table[table["mix"] == mix].groupby("concurrency"):
         static = rows[rows["policy"].isin(["none", "fixed", "threshold"])].nlargest(1, "throughput").iloc[0]
-        chosen = rows[(rows["policy"] == "scheduler") & rows["source"].isin(["calibrated", "raw", "alpha"])]
-        chosen = (
-            chosen.set_index("source")
-            .loc[[s for s in ("calibrated", "raw", "alpha") if s in set(chosen["source"])]]
-            .iloc[0]
-        )
-        asynchronous = rows.loc[rows["policy"] == "scheduler_async", "throughput"].iloc[0]
         setting = "" if np.isnan(static["setting"]) else f" {static['setting']:g}"
-        lines.append(
-            f"  {requests:>4} requests: scheduler ({chosen.name}) {chosen['throughput']:.4g} tok/s, {chosen['speed_up']:.2f}x plain, "
-            f"{100 * chosen['gain']:+.1f} % over the best static ({static['policy']}{setting}), asynchronous {asynchronous:.4g} tok/s; wasted {100 * chosen['wasted_share']:.0f} %"
-        )
+        line = f"  {requests:>4} requests: {static['policy']}{setting} {static['throughput']:.4g} tok/s, {static['speed_up']:.2f}x plain"
+        for source in ("calibrated", "raw", "alpha"):
+            of_source = rows[rows["source"] == source].set_index("policy")
+            if "scheduler" in of_source.index:
+                chosen = of_source.loc["scheduler"]
+                line += (
+                    f"; scheduler ({source}) {chosen['throughput']:.4g} tok/s ({100 * chosen['gain']:+.1f} %), "
+                    f"asynchronous {of_source.loc['scheduler_async', 'throughput']:.4g}"
+                )
+                break
+        lines.append(line)
     best = even[even["best"] & (even["mix"] == mix)]
     losing = best.loc[best["drafts"] == 0, "concurrency"].tolist()
     free = "" if costs.has_draft else "; drafting was taken as free, set draft_ms to change that"

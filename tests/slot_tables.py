@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
+import shutil
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from hydra import compose, initialize
 from scipy.special import expit
 
 from dspark.runs import RunManifest, write_table
+from experiments.calibrate import calibrate
 
 DOMAINS = {"math": 1.8, "code": 1.3, "chat": 0.2}  # mean acceptance logit
 
@@ -100,3 +106,22 @@ def made_up_run(folder: Path, slots: dict[str, pd.DataFrame]) -> Path:
     for name, table in slots.items():
         write_table(table, folder / "eval" / name / "slots.parquet")
     return folder
+
+
+@functools.cache
+def calibrated_run() -> Path:
+    """A run with `validation` and `test` slots, a head whose logits are 2.5 times too large, and its calibration.
+
+    Made once for all test files of a process; nobody may write into it.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="dspark-test-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    tables = {
+        split: synthetic_slots(split=split, prompts=16, tokens=50, num_proposals=2, heat=2.5, seed=seed)
+        for seed, split in enumerate(("validation", "test"))
+    }
+    run = made_up_run(folder / "a_run", tables)
+    with initialize(version_base="1.3", config_path="../configs"):
+        quick = ["min_rounds=100", "bootstrap.draws=5", "grid.points=41", "thresholds=3"]
+        calibrate(compose("calibrate", overrides=[f"run={run}", *quick]))
+    return run

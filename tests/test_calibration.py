@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from hydra import compose, initialize
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,9 +17,11 @@ from sklearn.metrics import brier_score_loss, roc_auc_score
 from sklearn.metrics import log_loss as sk_log_loss
 
 from dspark import calibration as cal
-from experiments.calibrate import calibrate
+from dspark.config import Contract
+from dspark.runs import Run, load_draft, save_draft
+from experiments.calibrate import calibrate, fold_into_checkpoint
 from tests.builders import random_draft
-from tests.slot_tables import made_up_run, synthetic_slots
+from tests.slot_tables import calibrated_run, made_up_run, synthetic_slots
 
 GRID = cal.temperature_grid(low=0.25, high=4.0, points=81)
 
@@ -227,8 +230,6 @@ def test_folding_the_affine_changes_the_logit_and_nothing_else():
 
 
 def test_folded_tensors_keep_their_dtype():
-    import torch
-
     w, b = cal.fold_affine(
         torch.ones(1, 4, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16), 0.5, 0.25
     )
@@ -407,19 +408,8 @@ def composed(*overrides: str):
         )
 
 
-@pytest.fixture(scope="module")
-def calibrated_run(tmp_path_factory):
-    tables = {
-        split: synthetic_slots(split=split, prompts=16, tokens=50, num_proposals=2, heat=2.5, seed=seed)
-        for seed, split in enumerate(("validation", "test"))
-    }
-    run = made_up_run(tmp_path_factory.mktemp("runs") / "a_run", tables)
-    calibrate(composed(f"run={run}"))
-    return run
-
-
-def test_the_command_writes_its_tables_and_lowers_the_error(calibrated_run):
-    out = calibrated_run / "calibration"
+def test_the_command_writes_its_tables_and_lowers_the_error():
+    out = calibrated_run() / "calibration"
     written = cal.Calibration.read(out / "calibration.json")
     assert written.fit["set"] == "validation"
     assert written.report["set"] == "test"
@@ -441,13 +431,13 @@ def test_the_command_writes_its_tables_and_lowers_the_error(calibrated_run):
     [
         (["fit=test"], "fit and report are both 'test'"),
         (["min_rounds=100000"], "set 'validation' of run a_run has"),
-        (["fit=train"], r"eval/train/slots\.parquet does not exist"),
+        (["fit=train"], r"no evaluated set 'train'; it has \['test', 'validation'\]"),
         (["fold=true"], "no complete 'best' checkpoint"),
     ],
 )
-def test_the_command_refuses_what_would_mislead(calibrated_run, overrides, message):
+def test_the_command_refuses_what_would_mislead(overrides, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        calibrate(composed(f"run={calibrated_run}", *overrides))
+        calibrate(composed(f"run={calibrated_run()}", *overrides))
 
 
 def test_the_command_refuses_a_run_without_a_head_and_shared_prompts(tmp_path):
@@ -464,21 +454,16 @@ def test_the_command_refuses_a_run_without_a_head_and_shared_prompts(tmp_path):
         calibrate(composed(f"run={same}", "min_rounds=1"))
 
 
-def test_fold_writes_a_checkpoint_whose_head_speaks_calibrated_logits(calibrated_run, tmp_path):
-    import shutil
-
-    import torch
-
-    from dspark.config import Contract
-    from dspark.runs import load_draft, save_draft
-
-    run = tmp_path / "with_weights"
-    shutil.copytree(calibrated_run, run)
-    draft = random_draft()
-    save_draft(draft, run / "checkpoints" / "best", Contract(), {"note": "kept"})
-    calibrate(composed(f"run={run}", "fold=true"))
-    written = cal.Calibration.read(run / "calibration" / "calibration.json")
-    folded, _, facts = load_draft(run / "calibration" / "folded", attention_backend="grouped")
+def test_fold_writes_a_checkpoint_whose_head_speaks_calibrated_logits(tmp_path):
+    run = Run.open(made_up_run(tmp_path / "with_weights", {}))
+    draft, written = (
+        random_draft(),
+        cal.Calibration.read(calibrated_run() / "calibration" / "calibration.json"),
+    )
+    save_draft(draft, run.checkpoints / "best", Contract(), {"note": "kept"})
+    folded, _, facts = load_draft(
+        fold_into_checkpoint(run, written, tmp_path / "folded"), attention_backend="grouped"
+    )
     x = torch.randn(5, 32 + 8)
     before, after = (d.confidence_head.proj(x) for d in (draft, folded))
     torch.testing.assert_close(after, written.scale * before + written.shift)

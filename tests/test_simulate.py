@@ -14,9 +14,8 @@ from dspark.calibration import p_prefix_survives, rounds_of
 from dspark.costs import CostTable
 from experiments.bench_steps import arguments as bench_arguments
 from experiments.bench_steps import run as bench_run
-from experiments.calibrate import calibrate
 from experiments.simulate import benchmark, simulate
-from tests.slot_tables import made_up_run, synthetic_slots
+from tests.slot_tables import calibrated_run, made_up_run, synthetic_slots
 
 NAN = float("nan")
 
@@ -285,25 +284,15 @@ def composed(*overrides: str):
         return compose("simulate", overrides=[*small, *overrides])
 
 
-@pytest.fixture(scope="module")
-def calibrated_run(tmp_path_factory):
-    tables = {
-        split: synthetic_slots(split=split, prompts=4, tokens=40, num_proposals=2, heat=2.0, seed=seed)
-        for seed, split in enumerate(("validation", "test"))
-    }
-    run = made_up_run(tmp_path_factory.mktemp("runs") / "a_run", tables)
-    with initialize(version_base="1.3", config_path="../configs"):
-        calibrate(
-            compose(
-                "calibrate", overrides=[f"run={run}", "min_rounds=10", "bootstrap.draws=5", "grid.points=11"]
-            )
-        )
-    return run
-
-
-def test_the_command_writes_every_policy_concurrency_and_mix(calibrated_run, capsys):
+def test_the_command_writes_every_policy_concurrency_and_mix(tmp_path, capsys):
     out = simulate(
-        composed(f"run={calibrated_run}", "costs=jagged_synthetic", "mixes=[all,chat]", "draft_ms=2")
+        composed(
+            f"run={calibrated_run()}",
+            f"out={tmp_path}",
+            "costs=jagged_synthetic",
+            "mixes=[all,chat]",
+            "draft_ms=2",
+        )
     )
     table = pd.read_parquet(out / "simulation.parquet")
     per_cell = table.groupby(["mix", "concurrency"])
@@ -326,13 +315,13 @@ def test_the_command_writes_every_policy_concurrency_and_mix(calibrated_run, cap
     [
         (["costs=tpu"], r"cost table 'tpu' is unknown; expected a path or one of \["),
         (["set=validation"], "was fitted on 'validation'"),
-        (["set=train"], r"eval/train/slots\.parquet does not exist"),
+        (["set=train"], r"no evaluated set 'train'; it has \['test', 'validation'\]"),
         (["calibration=nowhere.json"], r"no calibration at nowhere\.json"),
     ],
 )
-def test_the_command_refuses_what_it_cannot_use(calibrated_run, overrides, message):
+def test_the_command_refuses_what_it_cannot_use(overrides, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        simulate(composed(f"run={calibrated_run}", *overrides))
+        simulate(composed(f"run={calibrated_run()}", *overrides))
 
 
 def test_the_command_needs_a_run():
@@ -346,6 +335,14 @@ def test_a_run_without_a_head_still_gets_its_static_policies(tmp_path):
     frame = pd.read_parquet(out / "simulation.parquet")
     assert set(frame.loc[frame["policy"] == "scheduler", "source"]) == {"alpha"}
     assert "threshold" not in set(frame["policy"])
+
+
+def test_greedy_drafts_have_no_perfect_head_in_the_table(tmp_path):
+    table = synthetic_slots(split="smollm2-test", prompts=2, tokens=30, num_proposals=2)
+    table = table.assign(confidence=np.nan, draft_sampling="greedy")
+    out = simulate(composed(f"run={made_up_run(tmp_path / 'blind', {'smollm2-test': table})}", "set=test"))
+    assert set(pd.read_parquet(out / "simulation.parquet")["policy"]) == {"none", "fixed", "oracle"}
+    assert json.loads((out / "manifest.json").read_text())["set"] == "smollm2-test"
 
 
 def test_the_benchmark_says_how_fast_it_is(capsys):

@@ -73,8 +73,10 @@ def plot_reliability(
             "value"
         ]
         lines.append((f"ECE {100 * values['ece']:.1f} %   AUC {values['auc']:.3f}", STAGES[stage]))
+    crowded = any(line.get_ydata().max() > 0.8 for line in ax.lines[1:])  # the upper left corner is taken
+    x, y, side = (0.98, 0.115, "right") if crowded else (0.03, 0.93, "left")
     for i, (text, colour) in enumerate(lines):
-        ax.text(0.03, 0.93 - 0.085 * i, text, color=colour, fontsize=9.5, transform=ax.transAxes)
+        ax.text(x, y - 0.085 * i, text, color=colour, fontsize=9.5, ha=side, transform=ax.transAxes)
     ax.set(
         xlim=(-0.02, 1.02),
         ylim=(-0.02, 1.02),

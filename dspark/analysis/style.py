@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import matplotlib.pyplot as plt
 import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 INK = "#2b2f36"
@@ -106,10 +105,12 @@ def legend_right(ax: Axes, title: str | None = None) -> Axes:
     return ax
 
 
-def legend_below(figure: Figure, ax: Axes, *, columns: int = 6) -> None:
-    """One legend for all panels of `figure`, taken from `ax`, under them."""
-    handles, labels = ax.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
+def legend_below(axes: Sequence[Axes], *, columns: int = 6) -> None:
+    """One legend for all panels, under them; a label that several panels share appears once."""
+    entries = {label: h for ax in axes for h, label in zip(*ax.get_legend_handles_labels())}
+    axes[0].figure.legend(
+        entries.values(), entries.keys(), loc="outside lower center", ncols=min(columns, len(entries))
+    )
 
 
 def percent(ax: Axes, axis: str) -> Axes:

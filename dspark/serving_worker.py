@@ -8,7 +8,7 @@ job.json
   engine        keyword arguments of vllm.LLM (dtype, max_model_len, attention_backend, ...)
   speculative   speculative_config, or null for the verifier alone
   sets          {name: [{"id": str, "turns": [str, ...]} or {"id": str, "token_ids": [int, ...]}, ...]}
-  cells         [{"set", "temperature", "concurrency", "max_tokens", "seed"}, ...] measured in order
+  cells         [{"set", "temperature", "concurrency", "max_tokens", "seed", "ignore_eos"}, ...] measured in order
   warmup        requests to run and forget before the first cell
   template      options of the chat template, such as {"enable_thinking": false}
 
@@ -94,7 +94,10 @@ def run_cell(llm, prompts, cell, template):
     flying, requests = {}, []
     alone = cell["concurrency"] == 1
     settings = SamplingParams(
-        temperature=cell["temperature"], max_tokens=cell["max_tokens"], seed=cell.get("seed")
+        temperature=cell["temperature"],
+        max_tokens=cell["max_tokens"],
+        seed=cell.get("seed"),
+        ignore_eos=cell.get("ignore_eos", False),
     )
     before = read_counters(llm)
     last = before
@@ -148,17 +151,16 @@ def write(path, values):
 
 
 def describe(llm, job, seconds):
-    import torch
-    import transformers
     import vllm
 
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    torch = sys.modules.get("torch")  # vLLM has imported it
+    cuda = torch is not None and torch.cuda.is_available()
     return {
         "vllm": vllm.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "torch": getattr(torch, "__version__", None),
+        "transformers": getattr(sys.modules.get("transformers"), "__version__", None),
         "python": sys.version.split()[0],
-        "device": device,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
         "start_seconds": seconds,
         "target": job["target"],
         "arguments": job["engine"],

@@ -82,7 +82,7 @@ import os, sys
 from types import SimpleNamespace as S
 
 class SamplingParams:
-    def __init__(self, temperature, max_tokens, seed=None):
+    def __init__(self, temperature, max_tokens, seed=None, ignore_eos=False):
         self.temperature, self.max_tokens, self.seed = temperature, max_tokens, seed
 
 class Tokenizer:

@@ -87,11 +87,13 @@ def decode(
     settings: DecodeSettings,
     batch_size: int,
     diagnostics: bool,
+    limits: Sequence[int] | None = None,
 ) -> Iterator[Round]:
     """Answer `requests` speculatively; yields every round of every request, those of one request in order.
 
     Requests of one temperature and similar length share a batch; finished rows leave it. A request's seed decides its draws
-    whatever the batch. `diagnostics` records slot values, outside the measured times.
+    whatever the batch. `diagnostics` records slot values, outside the measured times. `limits` are each request's own most
+    tokens, in place of `settings.max_new_tokens`.
 
     Raises ValueError for an empty prompt, a draft of another geometry, or settings that `check_proposals` refuses.
     """
@@ -124,7 +126,8 @@ def decode(
             or len(rows) == batch_size
             or requests[following].temperature != requests[i].temperature
         ):
-            yield from _decode_batch(verifier, draft, requests, rows, settings, diagnostics)
+            room = {r: settings.max_new_tokens if limits is None else limits[r] for r in rows}
+            yield from _decode_batch(verifier, draft, requests, room, settings, diagnostics)
             rows = []
 
 
@@ -133,12 +136,12 @@ def _decode_batch(
     verifier: Verifier,
     draft: Draft,
     requests: Sequence[Request],
-    rows: list[int],
+    room: dict[int, int],
     settings: DecodeSettings,
     diagnostics: bool,
 ) -> Iterator[Round]:
     with fast_attention(verifier):
-        batch = _Batch(verifier, draft, requests, rows, settings, diagnostics)
+        batch = _Batch(verifier, draft, requests, room, settings, diagnostics)
         yield from batch.prefill()
         while batch.rows:
             yield from batch.round()
@@ -161,19 +164,20 @@ class _Batch:
         verifier: Verifier,
         draft: Draft,
         requests: Sequence[Request],
-        rows: list[int],
+        room: dict[int, int],
         settings: DecodeSettings,
         diagnostics: bool,
     ) -> None:
+        """`room` maps the requests of this batch to how many tokens each may emit."""
         self.verifier, self.draft, self.settings, self.diagnostics = verifier, draft, settings, diagnostics
-        self.requests, self.rows = requests, list(rows)
+        self.requests, self.rows, self.room = requests, list(room), dict(room)
+        rows = self.rows
         self.temperature = requests[rows[0]].temperature
         self.sampled = self.temperature > 0 and settings.draft_sampling == "sampled"
         self.device = verifier.device
         self.kept_ids = draft.kept_ids.to(self.device)
         self.stop = set(verifier.info.eos_token_ids)
         self.generators = {r: torch.Generator().manual_seed(requests[r].seed) for r in rows}
-        self.emitted = dict.fromkeys(rows, 0)
         self.cache = Cache(layer_class_to_replicate=GrowingLayer)
         self.context = ContextCache(len(draft.layers))
         # Key columns by row that hold a real token; None while all do.
@@ -385,12 +389,12 @@ class _Batch:
         columns = zip(*(t.tolist() for t in (drafts, proposed, kept, bonus, self.lengths)), strict=True)
         for b, (mine, count, m, own, length) in enumerate(columns):
             request = self.rows[b]
-            room = self.settings.max_new_tokens - self.emitted[request]
+            room = self.room[request]
             tokens = [*mine[:m], own]
             stop = next((k + 1 for k, token in enumerate(tokens) if token in self.stop), None)
             end = min(room, len(tokens) if stop is None else stop)
             tokens = tokens[:end]
-            self.emitted[request] += end
+            self.room[request] -= end
             reason = "stop" if tokens[-1] in self.stop else "length" if end == room else None
             steps.append(
                 Round(

@@ -14,8 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from dspark.card import tau_interval
 from dspark.config import DraftConfig
+from dspark.data.features import Manifest
 from dspark.export import ENGINES, engine_line, engine_support, inventory, served_config
 from dspark.runs import Run, load_draft, save_draft
+from dspark.verifier import VerifierInfo
+from experiments.build import build_draft_config, build_loss, check_keys
 from experiments.cli import CONFIGS
 from experiments.export import export
 from tests.builders import draft_config
@@ -113,6 +116,66 @@ def test_kimi_geometry_has_the_published_inventory():
     assert dtypes.pop("d2t") == torch.int64
     assert dtypes.pop("t2d") == torch.bool
     assert set(dtypes.values()) == {torch.bfloat16}
+
+
+def test_kimi_experiment_composes_to_the_published_geometry_and_recipe():
+    cfg = settings(
+        "train",
+        "experiment=kimi_k27_code",
+        "verifier.path=x",
+        "data.path=x",
+        "data.responses_by=x",
+        "data.temperature=0",
+    )
+    check_keys(cfg)
+    verifier = VerifierInfo(
+        name="kimi",
+        path="x",
+        revision=None,
+        architecture="KimiK25ForConditionalGeneration",
+        weights_sha="0",
+        hidden_size=7168,
+        num_layers=61,
+        num_heads=64,
+        num_kv_heads=64,
+        head_dim=192,
+        intermediate_size=18432,
+        rms_norm_eps=1e-5,
+        rope_theta=50_000.0,
+        max_position_embeddings=262_144,
+        vocab_size=163_840,
+        tokenizer_size=163_840,
+        tied=False,
+        logit_scale=1.0,
+        compute_dtype="bfloat16",
+        tokenizer_sha="0",
+        chat_template_sha="0",
+        bos_token_id=None,
+        eos_token_ids=(1,),
+        pad_token_id=None,
+    )
+    manifest = Manifest(
+        verifier=verifier,
+        aux_layer_ids=tuple(cfg.verifier.aux_layer_ids),
+        mask_token_id=cfg.verifier.mask_token_id,
+        last="pre_norm",
+        dataset="x",
+        responses_by="x",
+        generation={},
+        capture={},
+        command="",
+    )
+    config = build_draft_config(cfg, manifest, cfg.draft.vocab_size)
+    assert config == KIMI
+    assert config.num_proposals == 7
+    assert cfg.optimizer.lr == 3e-4
+    assert cfg.optimizer.warmup_steps == 300
+    assert (cfg.trainer.max_steps, cfg.trainer.seq_length, cfg.trainer.anchors) == (20_000, 20_000, 3072)
+    assert cfg.trainer.accumulate == 2
+    assert cfg.trainer.rows_per_batch * cfg.trainer.accumulate * cfg.trainer.devices == 8
+    loss = build_loss(cfg)
+    assert {k: v for k, v in loss.terms.items() if v} == {"ce": 0.1, "tv": 0.9}
+    assert loss.decay_gamma == 4.0
 
 
 def test_kimi_geometry_without_embeddings_is_43_tensors():

@@ -22,6 +22,7 @@ ordinary autograd graph: the oracle of the tests.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -100,7 +101,7 @@ class VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, features, bias_features, bias_weight, head_weight, rows, weights, logit_scale, chunk_rows
-    ):  # noqa: ANN001
+    ):
         need_grad = any(ctx.needs_input_grad[:3])
         dtype = features.dtype
         joint = head_weight.to(dtype)
@@ -112,11 +113,7 @@ class VocabularyLoss(torch.autograd.Function):
         hidden = features.shape[1]
         stats = RowStats(*(torch.zeros(len(inputs), device=inputs.device) for _ in range(4)))
         grad_inputs = torch.zeros_like(inputs) if need_grad else None
-        grad_bias = (
-            torch.zeros_like(bias_weight, dtype=torch.float32)
-            if need_grad and bias_weight is not None
-            else None
-        )
+        grad_bias = None
         total = torch.zeros((), dtype=torch.float32, device=inputs.device)
 
         active = rows.weights.nonzero().squeeze(-1)
@@ -129,40 +126,44 @@ class VocabularyLoss(torch.autograd.Function):
                 logit_scale,
                 weights.target_norm,
             )
-            target_top1 = target.argmax(-1) if weights.ce_label == "target_top1" else None
+            labels = rows.labels[keep]
+            ce_labels = labels
+            if weights.ce_label == "target_top1":
+                ce_labels = maximum_and_index(target)[1][target_row]
+            row_weights = rows.weights[keep]
             chunk = inputs[keep]
             logits = chunk @ joint.T
+            finished = []
             # Large products, small element-wise blocks: the latter stay in cache, and each block's gradient replaces its logits.
-            for block in torch.arange(len(keep)).split(block_rows(logits)):
-                part, at = slice(int(block[0]), int(block[-1]) + 1), keep[block]
-                place = target_row[block]
-                labels = rows.labels[at]
-                ce_labels = labels if target_top1 is None else target_top1[place]
-                row_weights = rows.weights[at]
-                parts, grad = terms_with_gradient(
-                    logits[part].float().mul_(logit_scale),
-                    target[place],
-                    labels,
-                    ce_labels,
+            for part in row_blocks(logits):
+                values, grad = terms_with_gradient(
+                    _scaled(logits[part].float(), logit_scale),
+                    target[target_row[part]],
+                    labels[part],
+                    ce_labels[part],
                     weights,
-                    row_weights if need_grad else None,
+                    row_weights[part] if need_grad else None,
                 )
-                for name in ("alpha", "label_keep", "greedy_hit", "loss"):
-                    getattr(stats, name)[at] = getattr(parts, name)
-                total += (parts.loss * row_weights).sum()
+                finished.append(vars(values).values())
                 if need_grad:
-                    logits[part] = grad.mul_(logit_scale)
+                    logits[part] = _scaled(grad, logit_scale)
+            for name, parts in zip(vars(stats), zip(*finished, strict=True), strict=True):
+                getattr(stats, name)[keep] = torch.cat(parts)
+            total += (stats.loss[keep] * row_weights).sum()
             if need_grad:
                 grad_inputs[keep] = logits @ joint
-                if grad_bias is not None:
-                    grad_bias += logits.T @ chunk[:, hidden:]
+                if bias_weight is not None:
+                    product = (logits.T @ chunk[:, hidden:]).float()
+                    grad_bias = product if grad_bias is None else grad_bias.add_(product)
+        if need_grad and bias_weight is not None and grad_bias is None:
+            grad_bias = torch.zeros_like(bias_weight, dtype=torch.float32)
         ctx.hidden = hidden
         ctx.save_for_backward(grad_inputs, grad_bias)
         ctx.mark_non_differentiable(*vars(stats).values())
         return total, *vars(stats).values()
 
     @staticmethod
-    def backward(ctx, grad_total, *_):  # noqa: ANN001, ANN205
+    def backward(ctx, grad_total, *_):
         grad_inputs, grad_bias = ctx.saved_tensors
         grad_features = grad_inputs[:, : ctx.hidden] * grad_total.to(grad_inputs.dtype)
         if grad_bias is None:
@@ -209,15 +210,41 @@ def target_probabilities(
     `verifier_vocab`: exp(logit - lse) with lse over all W tokens, so a row sums to the kept tokens' true mass (<= 1).
     `draft_vocab`: renormalised over the kept tokens, which inflates alpha when mass was pruned.
     """
-    logits = (states @ head_weight.to(states.dtype).T).float().mul_(logit_scale)
-    if target_norm == "draft_vocab":
-        return logits.softmax(-1)
-    return logits.sub_(lse.unsqueeze(-1)).exp_()
+    logits = states @ head_weight.to(states.dtype).T
+    p = logits if logits.dtype == torch.float32 else torch.empty_like(logits, dtype=torch.float32)
+    for part in row_blocks(logits):
+        block = _scaled(logits[part].float(), logit_scale)
+        if target_norm == "draft_vocab":
+            p[part] = block.softmax(-1)
+        else:
+            torch.exp(block.sub_(lse[part].unsqueeze(-1)), out=p[part])
+    return p
 
 
-def block_rows(logits: Float[Tensor, "M V"]) -> int:
-    """Rows whose fp32 logits fit a CPU core's cache; on a GPU, all of them."""
-    return len(logits) if logits.is_cuda else max(1, CPU_BLOCK_BYTES // (4 * logits.shape[1]))
+def row_blocks(logits: Float[Tensor, "M V"]) -> list[slice]:
+    """Slices of rows whose fp32 logits fit a CPU core's cache; on other devices, one slice of them all."""
+    count, width = logits.shape
+    step = max(1, CPU_BLOCK_BYTES // (4 * width) if logits.device.type == "cpu" else count)
+    return [slice(at, at + step) for at in range(0, count, step)]
+
+
+def maximum_and_index(values: Float[Tensor, "M V"]) -> tuple[Float[Tensor, " M"], Int[Tensor, " M"]]:
+    """Largest value of each row and its first index.
+
+    Index reductions are scalar loops on a CPU, plain maxima are not: so there, first the best of V / 128 segments.
+    """
+    width = math.gcd(values.shape[1], 128)
+    if values.device.type != "cpu" or width < 16:
+        return values.max(-1)
+    segments = values.unflatten(1, (-1, width))
+    top, segment = segments.amax(-1).max(-1)
+    inside = segments[torch.arange(len(values)), segment].argmax(-1)
+    return top, segment * width + inside
+
+
+def _scaled(values: Float[Tensor, "M V"], scale: float) -> Float[Tensor, "M V"]:
+    """values * scale, in place; most verifiers do not scale their logits."""
+    return values if scale == 1.0 else values.mul_(scale)
 
 
 def terms_with_gradient(
@@ -230,11 +257,11 @@ def terms_with_gradient(
 ) -> tuple[RowStats, Float[Tensor, "M V"] | None]:
     """Values of all terms per row, and d(sum of row_weights * terms)/d(logits) when `row_weights` is given.
 
-    Every divergence D(p, q) has d D / d logit_v = q_v (e_v - sum_u q_u e_u) with e = d D / d q; cross-entropy adds q - onehot.
-    The overlap needs only the set {q < p}: alpha = sum_{q<p} q + sum_{q>=p} p, so e = -1 on that set and 0 off it. Terms
-    of that kind and cross-entropy therefore share one pass: q times one of two numbers a row.
+    Every divergence D(p, q) has d D / d logit_v = q_v (e_v - sum_u q_u e_u) with e = d D / d q, which is the backward pass
+    of a softmax; so the e of all terms are added first. The overlap needs only the set {q < p}: alpha = sum_{q<p} q +
+    sum_{q>=p} p, so e = 1 on that set and 0 off it. Cross-entropy and kl are linear in q instead: q - onehot, q sum(p) - p.
     """
-    top, top_index = logits.max(-1)
+    top, top_index = maximum_and_index(logits)
     q = logits.softmax(-1)
     lse = top - q.gather(1, top_index.unsqueeze(1)).squeeze(1).log()  # avoids a second pass of exponentials
     alpha = torch.minimum(q, p).sum(-1).clamp_(max=1.0)
@@ -268,29 +295,36 @@ def terms_with_gradient(
     if "ce" in scale:
         loss += ce_known * (lse - logits.gather(1, ce_place).squeeze(1))
 
-    grad = None
-    if row_weights is not None:
-        below = q < p
-        q_below = (q * below).sum(-1)
-        # -d alpha / d logit_v = q_v (sum_{q<p} q - [q_v < p_v])
-        off = row_weights * (ce_known + overlap * q_below)
-        on = off - row_weights * overlap
-        grad = torch.where(below, on.unsqueeze(1), off.unsqueeze(1)).mul_(q)
-        grad.scatter_add_(1, ce_place, -(row_weights * ce_known).unsqueeze(1))
-
     if "kl" in scale or "lk_hybrid" in scale:
         mass = p.sum(-1)
         loss += divergence * (torch.xlogy(p, p).sum(-1) - (p * logits).sum(-1) + mass * lse)
-        if grad is not None:
-            grad += (divergence * row_weights).unsqueeze(1) * (q * mass.unsqueeze(1) - p)
-    for name, gradient_of in (("rkl", _reverse_kl), ("jsd", _jensen_shannon)):
+    slopes = []  # (e, weight of its term)
+    for name, value_and_slope in (("rkl", _reverse_kl), ("jsd", _jensen_shannon)):
         if name in scale:
-            value, e = gradient_of(p, q, logits - lse.unsqueeze(1))
+            value, e = value_and_slope(p, q, logits - lse.unsqueeze(1))
             loss += scale[name] * value
-            if grad is not None:
-                projection = (q * e).sum(-1, keepdim=True)
-                grad += (scale[name] * row_weights).unsqueeze(1) * q * (e - projection)
-    return RowStats(alpha=alpha, label_keep=label_keep, greedy_hit=greedy_hit, loss=loss), grad
+            slopes.append((e, torch.full_like(alpha, scale[name])))
+    stats = RowStats(alpha=alpha, label_keep=label_keep, greedy_hit=greedy_hit, loss=loss)
+    if row_weights is None:
+        return stats, None
+
+    if {"tv", "l1", "nla", "lk_hybrid"} & set(scale):
+        # As numbers, not booleans: selecting by a boolean is a scalar loop on a CPU.
+        slopes.append((torch.lt(q, p, out=torch.empty_like(q)), -overlap))
+    slope = None
+    for e, weight in slopes:
+        e = e.mul_((weight * row_weights).unsqueeze(1))
+        slope = e if slope is None else slope.add_(e)
+    grad = (
+        torch.zeros_like(q) if slope is None else torch.ops.aten._softmax_backward_data(slope, q, -1, q.dtype)
+    )
+    if "kl" in scale or "lk_hybrid" in scale:
+        kl_weight = row_weights * divergence
+        grad.addcmul_(q, (kl_weight * mass).unsqueeze(1)).addcmul_(p, kl_weight.unsqueeze(1), value=-1.0)
+    if "ce" in scale:
+        ce_weight = (row_weights * ce_known).unsqueeze(1)
+        grad.addcmul_(q, ce_weight).scatter_add_(1, ce_place, -ce_weight)
+    return stats, grad
 
 
 def _reverse_kl(

@@ -39,8 +39,11 @@ def test_context_mask_equals_a_three_loop_version(window):
     plan = plan_attention(batch, config.block_size, {window}, "grouped")[window]
     width = config.block_size
     for b, groups in enumerate(plan.groups):
-        for first, last, lo, hi, hidden in groups:
-            mask = hidden == 0
+        for group in groups:
+            first, last, lo, hi = group.anchors.start, group.anchors.stop, group.lo, group.hi
+            mask = group.hidden == 0
+            assert mask[:, : group.clear].all()
+            assert group.clear == 0 or not mask[:, group.clear].all()
             assert mask.shape == ((last - first) * width, hi - lo + (last - first) * width)
             for a in range(first, last):
                 for slot in range(width):
@@ -166,7 +169,7 @@ def test_rotation_of_one_position_by_hand():
             4 * b.cos() + 2 * b.sin(),
         ]
     )
-    torch.testing.assert_close(rotary.rotate(x)[0, 0], expected)
+    torch.testing.assert_close(rotary.rotate(x, x.dtype)[0, 0], expected)
 
 
 def test_auto_backend_trains_on_cpu_and_flex_is_refused_there():

@@ -13,6 +13,7 @@ Visibility itself is defined once, in `dspark.blocks`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -78,35 +79,93 @@ def _dense_mask(
     return torch.cat([to_context, to_blocks.reshape(count, len(slot), count * width)], dim=-1).flatten(0, 1)
 
 
-def _attend(
-    q: Float[Tensor, "A q h d"],
-    k: Float[Tensor, "K g d"],
-    v: Float[Tensor, "K g d"],
-    hidden: Float[Tensor, "Aq K"],
-) -> Float[Tensor, "A q h d"]:
-    """Softmax attention with an additive mask; query heads that share a key head ride along as further queries.
+class GroupedAttention(torch.autograd.Function):
+    """Softmax attention of every group of anchors, forward and backward written out.
 
-    Two batched products and a softmax: on a CPU the backward pass of the fused kernel is several times slower.
+    Two batched products and a softmax a group; on a CPU the backward pass of the fused kernel is several times slower.
+    Query heads that share a key head ride along as further queries. Scores and probabilities have the inputs' dtype; softmax
+    sums in fp32 inside, and so do the gradients of context keys and values, to which many groups add.
     """
-    anchors, slots, heads, dim = q.shape
-    groups = k.shape[1]
-    share = heads // groups
-    queries = (
-        q.view(anchors * slots, groups, share, dim)
-        .permute(1, 2, 0, 3)
-        .reshape(groups, share * anchors * slots, dim)
-    )
-    scores = torch.bmm(queries * dim**-0.5, k.permute(1, 2, 0)).view(groups, share, *hidden.shape)
-    weights = (scores.float() + hidden).softmax(-1).to(v.dtype).view(groups, -1, len(k))
-    out = torch.bmm(weights, v.transpose(0, 1)).view(groups, share, anchors * slots, dim)
-    return out.permute(2, 0, 1, 3).reshape(anchors, slots, heads, dim)
+
+    @staticmethod
+    def forward(ctx, q, k_context, v_context, k_block, v_block, plan):
+        rows, anchors, slots, heads, dim = q.shape
+        kv_heads, width = k_context.shape[2], plan.block_size
+        share = heads // kv_heads
+        queries = q.new_empty(rows, kv_heads, anchors, slots, share, dim)
+        torch.mul(q.unflatten(3, (kv_heads, share)).permute(0, 3, 1, 2, 4, 5), dim**-0.5, out=queries)
+        k_context, v_context = k_context.transpose(1, 2), v_context.transpose(1, 2)  # [B, g, S, d]
+        k_block, v_block = k_block.flatten(1, 2).transpose(1, 2), v_block.flatten(1, 2).transpose(1, 2)
+        out = torch.empty_like(queries)
+        saved = []
+        for b, group in plan.all_groups():
+            part, own = group.anchors, group.slots(width)
+            k = torch.cat([k_context[b, :, group.lo : group.hi], k_block[b, :, own]], dim=1)  # [g, K, d]
+            v = torch.cat([v_context[b, :, group.lo : group.hi], v_block[b, :, own]], dim=1)
+            scores = torch.bmm(queries[b, :, part].flatten(1, 3), k.transpose(1, 2))  # [g, n Q share, K]
+            hidden = group.hidden.view(-1, width, k.shape[1])[:, -slots:, None, group.clear :].to(q.dtype)
+            scores.view(kv_heads, -1, slots, share, k.shape[1])[..., group.clear :].add_(hidden)
+            weights = scores.softmax(-1)
+            out[b, :, part] = torch.bmm(weights, v).view_as(out[b, :, part])
+            if any(ctx.needs_input_grad):
+                saved += [k, v, weights]
+        ctx.plan, ctx.length = plan, k_context.shape[2]
+        ctx.save_for_backward(queries, *saved)
+        return out.permute(0, 2, 3, 1, 4, 5).reshape(q.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        queries, *saved = ctx.saved_tensors
+        rows, kv_heads, anchors, slots, share, dim = queries.shape
+        width = ctx.plan.block_size
+        grad = grad.unflatten(3, (kv_heads, share)).permute(0, 3, 1, 2, 4, 5).contiguous()
+        grad_q = torch.empty_like(queries)
+        shape = rows, kv_heads, ctx.length, dim
+        grad_context = [queries.new_zeros(shape, dtype=torch.float32) for _ in range(2)]
+        grad_block = [queries.new_empty(rows, kv_heads, anchors * width, dim) for _ in range(2)]
+        for i, (b, group) in enumerate(ctx.plan.all_groups()):
+            part, own, seen = group.anchors, group.slots(width), group.hi - group.lo
+            k, v, weights = saved[3 * i : 3 * i + 3]
+            upstream = grad[b, :, part].flatten(1, 3)
+            slope = torch.ops.aten._softmax_backward_data(
+                torch.bmm(upstream, v.transpose(1, 2)), weights, -1, weights.dtype
+            )
+            grad_q[b, :, part] = torch.bmm(slope, k).view_as(grad_q[b, :, part])
+            grad_k = torch.bmm(slope.transpose(1, 2), queries[b, :, part].flatten(1, 3))
+            grad_v = torch.bmm(weights.transpose(1, 2), upstream)
+            for of_context, of_block, both in zip(grad_context, grad_block, (grad_k, grad_v), strict=True):
+                of_context[b, :, group.lo : group.hi] += both[:, :seen]
+                of_block[b, :, own] = both[:, seen:]
+        grad_q = (grad_q * dim**-0.5).permute(0, 2, 3, 1, 4, 5).reshape(rows, anchors, slots, -1, dim)
+        context = [g.to(queries.dtype).transpose(1, 2) for g in grad_context]
+        block = [g.transpose(1, 2).unflatten(1, (anchors, width)) for g in grad_block]
+        return grad_q, *context, *block, None
+
+
+@dataclass
+class Group:
+    """Neighbouring anchors of one row that attend to `context[lo:hi]` and to their own blocks in one product.
+
+    `hidden` is the additive mask [n Q, hi - lo + n Q] of all query slots; the first `clear` keys are hidden from none of them.
+    """
+
+    anchors: slice
+    lo: int
+    hi: int
+    clear: int
+    hidden: Float[Tensor, "nQ K"]
+
+    def slots(self, width: int) -> slice:
+        """Where the group's block tokens lie among all of the row's."""
+        return slice(self.anchors.start * width, self.anchors.stop * width)
 
 
 @dataclass
 class GroupedPlan:
-    """`groups[b]` holds (first anchor, last anchor + 1, lo, hi, additive mask over all Q query slots) for row b."""
+    """`groups[b]` covers the anchors of row b, in order."""
 
-    groups: list[list[tuple[int, int, int, int, Tensor]]]
+    groups: list[list[Group]]
     block_size: int
 
     @classmethod
@@ -123,14 +182,20 @@ class GroupedPlan:
             row = []
             for first in range(0, len(row_anchors), GROUP):
                 part, begin = row_anchors[first : first + GROUP], row_starts[first : first + GROUP]
-                lo, hi = int(begin.min()), int(part.max())
+                lo, hi, lowest, highest = int(begin.min()), int(part.max()), int(part.min()), int(begin.max())
                 if window is not None:
-                    lo = max(lo, int(part.min()) - window + 1)
+                    lo = max(lo, lowest - window + 1)
                 mask = _dense_mask(part, begin, lo, hi, range(block_size), block_size, window)
                 hidden = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
-                row.append((first, first + len(part), lo, hi, hidden))
+                in_all_windows = window is None or lo > hi + block_size - 1 - window
+                clear = lowest - lo if highest <= lo and in_all_windows else 0
+                row.append(Group(slice(first, first + len(part)), lo, hi, clear, hidden))
             groups.append(row)
         return cls(groups, block_size)
+
+    def all_groups(self) -> Iterator[tuple[int, Group]]:
+        """(row, group) of every group."""
+        return ((b, group) for b, groups in enumerate(self.groups) for group in groups)
 
     def attend(
         self,
@@ -141,18 +206,7 @@ class GroupedPlan:
         v_block: Float[Tensor, "B A Q g d"],
     ) -> Float[Tensor, "B A q h d"]:
         """Queries may cover only the last `q` slots of each block (the final layer needs no others)."""
-        skipped = self.block_size - q.shape[2]
-        rows = []
-        for b, groups in enumerate(self.groups):
-            parts = []
-            for first, last, lo, hi, hidden in groups:
-                k = torch.cat([k_context[b, lo:hi], k_block[b, first:last].flatten(0, 1)])
-                v = torch.cat([v_context[b, lo:hi], v_block[b, first:last].flatten(0, 1)])
-                if skipped:
-                    hidden = hidden.view(last - first, self.block_size, -1)[:, skipped:].flatten(0, 1)
-                parts.append(_attend(q[b, first:last], k, v, hidden))
-            rows.append(torch.cat(parts))
-        return torch.stack(rows)
+        return GroupedAttention.apply(q, k_context, v_context, k_block, v_block, self)
 
 
 @dataclass

@@ -35,29 +35,80 @@ class Rotary:
     sin: Tensor
 
     @classmethod
-    def at(cls, positions: Int[Tensor, "..."], head_dim: int, theta: float) -> Rotary:
+    def at(cls, positions: Int[Tensor, ...], head_dim: int, theta: float) -> Rotary:
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
         frequencies = (theta**-exponent).float()
         angles = positions.unsqueeze(-1).float() * frequencies
         return cls(angles.cos(), angles.sin())
 
-    def rotate(self, x: Float[Tensor, "... heads d"]) -> Float[Tensor, "... heads d"]:
-        """Rotate-half convention: the first half of the dimensions pairs with the second."""
-        cos, sin = self.cos.unsqueeze(-2), self.sin.unsqueeze(-2)
+    def rotate(self, x: Float[Tensor, "... heads d"], dtype: torch.dtype) -> Float[Tensor, "... heads d"]:
+        """Rotate-half convention: the first half of the dimensions pairs with the second. fp32 inside, `dtype` outside."""
+        return _Rotation.apply(x, self.cos.unsqueeze(-2), self.sin.unsqueeze(-2), dtype)
+
+
+class _Rotation(torch.autograd.Function):
+    """A rotation; its gradient is the rotation back."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, dtype):
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        return _Rotation.turned(x, cos, sin).to(dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        cos, sin = ctx.saved_tensors
+        return _Rotation.turned(grad, cos, -sin).to(ctx.dtype), None, None, None
+
+    @staticmethod
+    def turned(x: Float[Tensor, "... d"], cos: Tensor, sin: Tensor) -> Float[Tensor, "... d"]:
         first, second = x.float().chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+        return torch.cat(
+            [
+                torch.addcmul(first * cos, second, sin, value=-1.0),
+                torch.addcmul(second * cos, first, sin),
+            ],
+            dim=-1,
+        )
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, the statistic in fp32."""
+    """x / rms(x) * weight, computed in fp32; the result has the input's dtype unless another is asked for."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: Float[Tensor, "... n"]) -> Float[Tensor, "... n"]:
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+    def forward(self, x: Float[Tensor, "... n"], dtype: torch.dtype | None = None) -> Float[Tensor, "... n"]:
+        dtype = dtype or x.dtype
+        if x.device.type != "cpu":
+            return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps).to(dtype)
+        return _CpuRMSNorm.apply(x, self.weight, self.eps, dtype)
+
+
+class _CpuRMSNorm(torch.autograd.Function):
+    """RMSNorm with its backward pass written out: on a CPU, half the passes over memory that autograd makes of it."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, dtype):
+        wide = x.float()
+        with torch.autocast("cpu", enabled=False):  # autocast would round the sum of squares to bf16
+            mean_square = torch.linalg.vecdot(wide, wide).div_(x.shape[-1])
+        scale = mean_square.add_(eps).rsqrt_().unsqueeze(-1)
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        x, weight, scale = ctx.saved_tensors
+        normed, wide = x.float() * scale, grad.float()
+        product = wide * normed
+        grad_weight = product.flatten(0, -2).sum(0)
+        mean = (product @ weight.float()).div_(-x.shape[-1]).unsqueeze(-1)
+        grad_x = (wide * weight).addcmul_(normed, mean).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None
 
 
 class Attention(nn.Module):
@@ -81,10 +132,12 @@ class Attention(nn.Module):
         self, x: Float[Tensor, "... H"], rotary: Rotary
     ) -> tuple[Float[Tensor, "... g d"], Float[Tensor, "... g d"]]:
         """Keys (normed, rotated) and values of context or block inputs alike."""
-        return rotary.rotate(self.k_norm(self._heads(self.k_proj(x)))), self._heads(self.v_proj(x))
+        keys, values = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        return rotary.rotate(self.k_norm(keys, torch.float32), values.dtype), values
 
     def queries(self, x: Float[Tensor, "... H"], rotary: Rotary) -> Float[Tensor, "... h d"]:
-        return rotary.rotate(self.q_norm(self._heads(self.q_proj(x))))
+        q = self._heads(self.q_proj(x))
+        return rotary.rotate(self.q_norm(q, torch.float32), q.dtype)
 
 
 class MLP(nn.Module):

@@ -1,0 +1,708 @@
+"""Time a draft's training step, ours and a peer's side by side: same weights, batch and anchors, repetitions interleaved.
+
+    python -m experiments.bench step peers=[speculators]                                 # geometry smollm on this machine
+    python experiments/bench_step.py --geometry kimi --device cuda --dtype bf16 --peers speculators --out rows.jsonl
+
+The second form needs torch, safetensors and this checkout, so that it runs where Hydra is not installed.
+
+A step is forward, loss and backward; the optimizer is left out because all implementations use the same. Features, weights and
+anchors are random but seeded. Anchors lie so deep inside their documents that every slot is supervised, because implementations
+disagree about slots beyond a document's end. The losses of all implementations are compared before anything is timed.
+
+One JSON line per (peer, phase):
+  ms_median, ms_min, ms_max  of the repetitions
+  peak_gib                   peak memory of the step with weights, gradients and batch. CPU: growth of the resident set of a
+                             process that runs this implementation alone; CUDA: torch's allocator, other models subtracted
+  tflops                     needed floating-point operations (`count_flops`, 10^12) over the median time; the same count for
+                             every implementation, so work done in vain lowers it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+if not __package__:
+    sys.path.insert(0, str(ROOT))
+
+from dspark.blocks import DraftBatch, build_blocks, sample_anchors  # noqa: E402
+from dspark.config import DraftConfig  # noqa: E402
+from dspark.losses import LossWeights  # noqa: E402
+from dspark.nn.draft import Draft  # noqa: E402
+from dspark.objective import draft_loss  # noqa: E402
+from dspark.vocab import VocabMap  # noqa: E402
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PEERS = ("speculators",)
+PROMPT = 32  # unsupervised tokens at the start of each document
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """Shape of a step: a draft, one packed row of equal documents, and its anchors. `chunk_rows` is ours alone."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    draft_vocab: int
+    rank: int
+    aux_layers: int
+    anchors: int
+    block: int
+    sample_from_anchor: bool
+    tokens: int
+    documents: int
+    chunk_rows: int
+
+    def config(self) -> DraftConfig:
+        return DraftConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.ffn,
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=1e-6,
+            rope_theta=50_000.0,
+            max_position_embeddings=2 * self.tokens,
+            vocab_size=self.vocab,
+            draft_vocab_size=self.draft_vocab,
+            block_size=self.block,
+            sample_from_anchor=self.sample_from_anchor,
+            mask_token_id=self.vocab - 1,
+            aux_layer_ids=tuple(range(1, self.aux_layers + 1)),
+            num_verifier_layers=self.aux_layers + 2,
+            layer_types=("full_attention",) * self.layers,
+            sliding_window=None,
+            head="vanilla" if self.rank else "none",
+            markov_rank=self.rank,
+            confidence=True,
+            confidence_uses_prev_embedding=self.rank > 0,
+            logit_scale=1.0,
+        )
+
+
+GEOMETRIES = {
+    "tiny": Geometry(
+        layers=2,
+        hidden=64,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        ffn=96,
+        vocab=512,
+        draft_vocab=256,
+        rank=16,
+        aux_layers=3,
+        anchors=12,
+        block=4,
+        sample_from_anchor=False,
+        tokens=160,
+        documents=2,
+        chunk_rows=16,
+    ),
+    "smollm": Geometry(
+        layers=2,
+        hidden=576,
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        ffn=1536,
+        vocab=49_152,
+        draft_vocab=8_192,
+        rank=256,
+        aux_layers=5,
+        anchors=128,
+        block=8,
+        sample_from_anchor=False,
+        tokens=1_024,
+        documents=1,
+        chunk_rows=896,
+    ),
+    "qwen4b": Geometry(
+        layers=5,
+        hidden=2_560,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        ffn=9_728,
+        vocab=151_936,
+        draft_vocab=151_936,
+        rank=256,
+        aux_layers=5,
+        anchors=512,
+        block=7,
+        sample_from_anchor=True,
+        tokens=4_096,
+        documents=4,
+        chunk_rows=896,
+    ),
+    "kimi": Geometry(
+        layers=3,
+        hidden=7_168,
+        heads=56,
+        kv_heads=8,
+        head_dim=128,
+        ffn=18_432,
+        vocab=163_840,
+        draft_vocab=32_000,
+        rank=256,
+        aux_layers=3,
+        anchors=3_072,
+        block=8,
+        sample_from_anchor=False,
+        tokens=20_000,
+        documents=8,
+        chunk_rows=4_096,
+    ),
+}
+# The recipe of the published checkpoint. Peers renormalise the verifier's probabilities over the draft vocabulary; so do we, here.
+LOSS = LossWeights(
+    terms={"ce": 0.1, "tv": 0.9},
+    confidence=1.0,
+    decay_gamma=4.0,
+    ce_label="target_top1",
+    target_norm="draft_vocab",
+)
+
+
+@dataclass
+class Problem:
+    """What every implementation is given: a draft's weights, the verifier's frozen tensors, and a batch."""
+
+    geometry: Geometry
+    config: DraftConfig
+    device: torch.device
+    dtype: torch.dtype
+    embedding: Tensor
+    head: Tensor
+    vocab: VocabMap
+    weights: dict[str, Tensor]
+    batch: DraftBatch
+
+    @property
+    def rows(self) -> int:
+        return self.geometry.anchors * self.config.num_proposals
+
+    def autocast(self) -> Any:
+        """bf16: fp32 weights under autocast. fp32: none."""
+        return torch.autocast(self.device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
+
+
+def make_problem(geometry: Geometry, *, device: str, dtype: str, seed: int) -> Problem:
+    """A seeded problem on `device`. Raises ValueError for an unknown dtype or a device that is not there."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; expected one of {sorted(DTYPES)}.")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device is {device!r}, but torch sees no CUDA device here; use device=cpu.")
+    config, where, kind = geometry.config(), torch.device(device), DTYPES[dtype]
+    generator = torch.Generator(where).manual_seed(seed)
+
+    def normal(*shape: int, std: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, device=where, dtype=dtype).normal_(0.0, std, generator=generator)
+
+    with torch.device(where):
+        draft = Draft(config, attention_backend="auto")
+        weights = {}
+        for name, parameter in draft.named_parameters():
+            std = 0.02 if parameter.ndim > 1 else 0.1
+            weights[name] = normal(*parameter.shape, std=std)
+            if name.endswith("norm.weight"):
+                weights[name] += 1.0
+    kept = torch.randperm(config.vocab_size, generator=torch.Generator().manual_seed(seed))
+    return Problem(
+        geometry=geometry,
+        config=config,
+        device=where,
+        dtype=kind,
+        embedding=normal(config.vocab_size, config.hidden_size, dtype=kind),
+        head=normal(config.vocab_size, config.hidden_size, std=3.0 * config.hidden_size**-0.5, dtype=kind),
+        vocab=VocabMap(kept[: config.draft_vocab_size].sort().values, config.vocab_size),
+        weights=weights,
+        batch=_make_batch(geometry, config, kind, normal, seed).to(where),
+    )
+
+
+def _make_batch(
+    geometry: Geometry, config: DraftConfig, kind: torch.dtype, normal: Callable[..., Tensor], seed: int
+) -> DraftBatch:
+    length = geometry.tokens // geometry.documents
+    place = torch.arange(geometry.tokens).unsqueeze(0)
+    positions = place % length
+    start = place - positions
+    mask = (positions >= PROMPT) & (place < length * geometry.documents)
+    inside = mask & (positions < length - geometry.block - 1)
+    generator = torch.Generator().manual_seed(seed)
+    anchors, valid = sample_anchors(inside, start, geometry.anchors, generator)
+    if not bool(valid.all()):
+        raise ValueError(
+            f"{geometry.anchors} anchors do not fit: only {int(valid.sum())} tokens can be anchors."
+        )
+    last = normal(1, geometry.tokens, config.hidden_size)
+    last = torch.nn.functional.rms_norm(last, last.shape[-1:], eps=config.rms_norm_eps)
+    shape = 1, geometry.tokens, len(config.aux_layer_ids), config.hidden_size
+    return DraftBatch(
+        input_ids=torch.randint(config.vocab_size - 1, (1, geometry.tokens), generator=generator),
+        positions=positions,
+        doc_start=start,
+        loss_mask=mask,
+        aux=normal(*shape).to(kind),
+        last=last.to(kind),
+        lse=torch.full((1, geometry.tokens), 15.0),
+        anchors=anchors,
+        anchor_valid=valid,
+    )
+
+
+Mark = Callable[[str], None]
+
+
+class Contender(Protocol):
+    """One implementation of the step."""
+
+    name: str
+    version: str
+
+    def step(self, mark: Mark) -> Tensor:
+        """Forward and backward with gradients cleared first; `mark(phase)` says that the phase has ended. Returns the loss as
+        ours defines it: sums of weighted terms over the sum of weights."""
+        ...
+
+    def overlap(self) -> Tensor:
+        """Mean alpha of each proposal position in the last step, [N]."""
+        ...
+
+
+class Ours:
+    """This package's step."""
+
+    name = "dspark"
+
+    def __init__(self, problem: Problem, *, chunk_rows: int | None = None) -> None:
+        try:
+            self.version = metadata.version("dspark")
+        except metadata.PackageNotFoundError:
+            self.version = "checkout"
+        self.problem = problem
+        self.chunk_rows = chunk_rows or problem.geometry.chunk_rows
+        with torch.device(problem.device):
+            self.draft = Draft(problem.config, attention_backend="auto")
+        self.draft.set_frozen(problem.embedding, problem.head, problem.vocab, problem.dtype)
+        self.draft.load_state_dict(problem.weights, strict=False)
+        self._mark: Mark = _ignore
+        self.draft.hidden_norm.register_forward_hook(self._context_done)
+
+    def _context_done(self, module: Any, inputs: Any, context: Tensor) -> None:
+        self._mark("context")
+        if context.requires_grad:
+            context.register_hook(lambda grad: self._mark("layers backward"))
+
+    def step(self, mark: Mark) -> Tensor:
+        self.draft.zero_grad(set_to_none=True)
+        self._mark = mark
+        problem = self.problem
+        with problem.autocast():
+            output = self.draft(problem.batch)
+            mark("layers")
+            output.hidden.register_hook(lambda grad: mark("loss backward"))
+            sums = draft_loss(
+                self.draft,
+                output,
+                problem.batch,
+                LOSS,
+                confidence_detach_inputs=False,
+                chunk_rows=self.chunk_rows,
+            )
+        mark("loss")
+        sums.numerator.backward()
+        mark("context backward")
+        self._mark = _ignore
+        self._overlap = sums.alpha / sums.count
+        return (sums.numerator / sums.denominator).detach()
+
+    def overlap(self) -> Tensor:
+        return self._overlap
+
+
+def _ignore(phase: str) -> None:
+    """A mark that nobody reads."""
+
+
+def contender(name: str, problem: Problem) -> Contender:
+    """Build one implementation. Raises ValueError for unknown names and for packages that are not installed."""
+    if name == "dspark":
+        return Ours(problem)
+    if name not in PEERS:
+        raise ValueError(f"peers has {name!r}; expected names out of {PEERS}.")
+    from experiments.bench_peers import Speculators
+
+    return Speculators(problem)
+
+
+# ---- counting
+
+
+def count_flops(problem: Problem) -> dict[str, float]:
+    """Floating-point operations that a step needs, by part; a product of [m, k] and [k, n] counts 2 m k n.
+
+    Backward costs a trained matrix twice its forward (input and weight gradient), a frozen one once. `fc` needs no input
+    gradient. Attention counts visible (query, key) pairs only. Slots that no proposal reads are left out of the last layer's
+    queries and MLP; target logits are needed once per distinct position.
+    """
+    g, config, batch = problem.geometry, problem.config, problem.batch
+    blocks = build_blocks(batch, config)
+    slots, proposals = g.anchors * g.block, problem.rows
+    wide, narrow = g.heads * g.head_dim, g.kv_heads * g.head_dim
+    context = (batch.anchors - batch.doc_start.gather(1, batch.anchors)).sum().item()
+    flops = dict.fromkeys(("context", "block projections", "attention", "mlp", "vocabulary", "targets"), 0.0)
+    flops["context"] += 2 * 2.0 * g.tokens * g.aux_layers * g.hidden * g.hidden
+    for layer in range(g.layers):
+        queries = proposals if layer == g.layers - 1 else slots
+        per_anchor = queries / g.anchors
+        flops["context"] += 3 * 2.0 * g.tokens * g.hidden * 2 * narrow
+        flops["block projections"] += 3 * 2.0 * g.hidden * (slots * 2 * narrow + queries * 2 * wide)
+        flops["attention"] += 3 * 2 * 2.0 * wide * per_anchor * (context + g.anchors * g.block)
+        flops["mlp"] += 3 * 2.0 * queries * 3 * g.hidden * g.ffn
+    flops["vocabulary"] = 2.0 * proposals * g.draft_vocab * (2 * (g.hidden + g.rank) + g.rank)
+    distinct = blocks.target_index[blocks.supervised].unique().numel()
+    flops["targets"] = 2.0 * distinct * g.draft_vocab * g.hidden
+    return flops
+
+
+def matrix_rate(problem: Problem) -> float:
+    """Operations per second of a large square matrix product in the problem's dtype on its device; best of several."""
+    size, repeats = (8_192, 20) if problem.device.type == "cuda" else (2_048, 12)
+    a = torch.randn(size, size, device=problem.device).to(problem.dtype)
+    out = torch.empty_like(a)
+    times = []
+    for _ in range(repeats):
+        _wait(problem.device)
+        started = time.perf_counter()
+        torch.mm(a, a, out=out)
+        _wait(problem.device)
+        times.append(time.perf_counter() - started)
+    return 2.0 * size**3 / min(times)
+
+
+# ---- timing
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Stopwatch:
+    """Milliseconds between marks: the clock on a CPU, events on the stream of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        _wait(device)
+        self.marks: list[tuple[str, Any]] = []
+        self("start")
+
+    def __call__(self, phase: str) -> None:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((phase, event))
+        else:
+            self.marks.append((phase, time.perf_counter()))
+
+    def milliseconds(self) -> dict[str, float]:
+        _wait(self.device)
+        spans = {}
+        for (_, before), (phase, after) in zip(self.marks, self.marks[1:], strict=False):
+            if self.device.type == "cuda":
+                spans[phase] = before.elapsed_time(after)
+            else:
+                spans[phase] = 1000 * (after - before)
+        return spans
+
+
+FORWARD = (
+    "context",
+    "layers",
+    "loss",
+    "forward",
+)  # marks that end a part of the forward pass; all others: backward
+
+
+def time_side_by_side(
+    contenders: Sequence[Contender],
+    device: torch.device,
+    *,
+    warmup: int,
+    repeats: int,
+    say: Callable[[str], None],
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, int]]:
+    """(Milliseconds of every phase and repetition by contender, peak bytes by contender on CUDA).
+
+    Contenders take turns within each repetition, so that noise of the machine hits all of them.
+    """
+    times: dict[str, dict[str, list[float]]] = {c.name: {} for c in contenders}
+    peaks = {c.name: 0 for c in contenders}
+    for repeat in range(-warmup, repeats):
+        for one in contenders:
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
+            watch = Stopwatch(device)
+            one.step(watch)
+            spans = watch.milliseconds()
+            if device.type == "cuda":
+                peaks[one.name] = max(peaks[one.name], torch.cuda.max_memory_allocated(device))
+            if repeat < 0:
+                continue
+            forward = sum(ms for phase, ms in spans.items() if phase in FORWARD)
+            phases = {
+                "step": sum(spans.values()),
+                "forward": forward,
+                "backward": sum(spans.values()) - forward,
+            }
+            parts = {f"part:{phase}": ms for phase, ms in spans.items()} if len(spans) > 2 else {}
+            for phase, ms in {**phases, **parts}.items():
+                times[one.name].setdefault(phase, []).append(ms)
+        say(f"repetition {repeat + 1} of {repeats}" if repeat >= 0 else "warm-up")
+    return times, peaks
+
+
+def _resident_bytes(field: str) -> int:
+    """VmRSS or VmHWM of this process (Linux)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise ValueError(f"/proc/self/status has no {field}; peak memory on a CPU is measured on Linux only.")
+
+
+def resident_growth(name: str, geometry: str, dtype: str, seed: int) -> int:
+    """Bytes by which this process grows over what it held before weights and batch existed, at the peak of three steps."""
+    if name != "dspark":
+        import experiments.bench_peers  # noqa: F401  (its imports are not the step's memory)
+    torch.ones(2, requires_grad=True).sum().backward()
+    before = _resident_bytes("VmRSS")
+    problem = make_problem(GEOMETRIES[geometry], device="cpu", dtype=dtype, seed=seed)
+    one = contender(name, problem)
+    problem.weights = {}  # the model has its own copy
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+    for _ in range(3):
+        one.step(_ignore)
+    return _resident_bytes("VmHWM") - before
+
+
+def _measure_alone(name: str, geometry: str, dtype: str, seed: int, threads: int) -> int:
+    command = [
+        sys.executable, str(Path(__file__).resolve()), "--memory-of", name, "--geometry", geometry, "--dtype", dtype,
+        "--seed", str(seed), "--threads", str(threads),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"measuring the memory of {name} failed: {done.stderr.strip().splitlines()[-1]}")
+    return int(done.stdout.strip().splitlines()[-1])
+
+
+# ---- the command
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the command line or Hydra decides."""
+
+    geometry: str
+    device: str
+    dtype: str
+    peers: tuple[str, ...]
+    repeats: int
+    warmup: int
+    threads: int
+    seed: int
+    memory: bool
+    tolerance: float
+    out: str
+
+
+def measure(settings: Settings, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """All rows of one run. Raises ValueError when an implementation's loss differs from ours by more than `tolerance`."""
+    if settings.geometry not in GEOMETRIES:
+        raise ValueError(f"geometry is {settings.geometry!r}; expected one of {sorted(GEOMETRIES)}.")
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    problem = make_problem(
+        GEOMETRIES[settings.geometry], device=settings.device, dtype=settings.dtype, seed=settings.seed
+    )
+    held, contenders = {}, []
+    for name in ("dspark", *settings.peers):
+        before = _allocated(problem.device)
+        contenders.append(contender(name, problem))
+        held[name] = _allocated(problem.device) - before
+        say(f"built {name} {contenders[-1].version}")
+    losses = {c.name: float(c.step(_ignore)) for c in contenders}
+    for name, loss in losses.items():
+        if abs(loss - losses["dspark"]) > settings.tolerance * abs(losses["dspark"]):
+            raise ValueError(
+                f"{name}'s loss is {loss:.6f} and ours {losses['dspark']:.6f} on the same weights, batch and anchors: they do "
+                "not do the same work, so their times cannot be compared."
+            )
+    say("losses agree: " + ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items()))
+    times, peaks = time_side_by_side(
+        contenders, problem.device, warmup=settings.warmup, repeats=settings.repeats, say=say
+    )
+    rate = matrix_rate(problem)
+    flops = count_flops(problem)
+    if problem.device.type == "cuda":
+        others = sum(held.values()) + _weight_bytes(problem)
+        peaks = {name: peak - others + held[name] for name, peak in peaks.items()}
+    elif settings.memory:
+        for one in contenders:
+            say(f"measuring memory of {one.name}")
+            peaks[one.name] = _measure_alone(
+                one.name, settings.geometry, settings.dtype, settings.seed, torch.get_num_threads()
+            )
+    total = sum(flops.values())
+    facts = {
+        "tokens": problem.geometry.tokens,
+        "anchors": problem.geometry.anchors,
+        "flops": total,
+        "flops_by_part": flops,
+        "matrix_tflops": round(rate / 1e12, 4),
+        "repeats": settings.repeats,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "device_name": _device_name(problem.device),
+        "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
+    }
+    rows = []
+    for one in contenders:
+        for phase, values in times[one.name].items():
+            median = statistics.median(values)
+            whole = phase == "step"
+            rows.append(
+                {
+                    "peer": one.name,
+                    "version": one.version,
+                    "geometry": settings.geometry,
+                    "device": problem.device.type,
+                    "dtype": settings.dtype,
+                    "phase": phase,
+                    "ms_median": round(median, 3),
+                    "ms_min": round(min(values), 3),
+                    "ms_max": round(max(values), 3),
+                    "peak_gib": round(peaks[one.name] / 2**30, 3) if peaks[one.name] else None,
+                    "tflops": round(total / median / 1e9, 4) if whole else None,
+                    "utilisation": round(total / median * 1e3 / rate, 4) if whole else None,
+                    "loss": losses[one.name],
+                    **facts,
+                }
+            )
+    return rows
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _weight_bytes(problem: Problem) -> int:
+    """Bytes of the tensors that models were built from and copied: no step needs them."""
+    tensors = [problem.embedding, problem.head, *problem.weights.values()]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "cpu"
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """One line: our step, each peer's, and the ratio."""
+    steps = {row["peer"]: row for row in rows if row["phase"] == "step"}
+    ours = steps["dspark"]
+
+    def gib(row: dict[str, Any]) -> str:
+        return f", {row['peak_gib']:.2f} GiB" if row["peak_gib"] else ""
+
+    text = f"{ours['geometry']} {ours['dtype']}: dspark {ours['ms_median']:.0f} ms{gib(ours)}"
+    for name, row in steps.items():
+        if name != "dspark":
+            ratio = ours["ms_median"] / row["ms_median"]
+            text += f"; {name} {row['version']} {row['ms_median']:.0f} ms{gib(row)}; ratio {ratio:.2f}"
+    return text
+
+
+def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line of the form without Hydra."""
+    parser = argparse.ArgumentParser(description="Time a draft's training step, ours and a peer's.")
+    parser.add_argument("--geometry", default="smollm", choices=sorted(GEOMETRIES))
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--dtype", default="fp32", choices=sorted(DTYPES))
+    parser.add_argument("--peers", nargs="*", default=[], help=f"out of {', '.join(PEERS)}")
+    parser.add_argument("--repeats", type=int, default=15, help="timed steps of each (default: 15)")
+    parser.add_argument("--warmup", type=int, default=3, help="untimed rounds (default: 3)")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-memory", action="store_true", help="CPU: skip the separate memory processes")
+    parser.add_argument("--tolerance", type=float, default=0.01, help="largest relative difference of losses")
+    parser.add_argument("--out", default="outputs/bench_step.jsonl")
+    parser.add_argument("--memory-of", default=None, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0, or 1 after one line on stderr for a caller's mistake."""
+    given = arguments(argv)
+    if given.memory_of:
+        torch.set_num_threads(given.threads)
+        print(resident_growth(given.memory_of, given.geometry, given.dtype, given.seed))
+        return 0
+    settings = Settings(
+        geometry=given.geometry,
+        device=given.device,
+        dtype=given.dtype,
+        peers=tuple(given.peers),
+        repeats=given.repeats,
+        warmup=given.warmup,
+        threads=given.threads,
+        seed=given.seed,
+        memory=not given.no_memory,
+        tolerance=given.tolerance,
+        out=given.out,
+    )
+    try:
+        rows = measure(settings, say=lambda line: print(line, file=sys.stderr, flush=True))
+        write_rows(rows, Path(settings.out))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{summary(rows)}; rows in {settings.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Hand-written forward and backward passes against plain autograd, in fp32 and under bf16 autocast."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from dspark.losses import maximum_and_index
+from dspark.nn.attention import GROUP
+from dspark.nn.backbone import RMSNorm, Rotary
+from tests.builders import random_batch, random_draft
+
+SLIDING = {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 5}
+
+
+def gradients(draft, batch, precision):
+    weight = torch.randn(1, 1, 1, draft.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+        hidden = draft(batch).hidden
+    (hidden.float() * weight).sum().backward()
+    return {name: p.grad for name, p in draft.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"sample_from_anchor": True}, SLIDING], ids=["fill_in", "anchor_first", "sliding"]
+)
+def test_gradients_through_grouped_attention_equal_those_of_the_dense_form(changes):
+    grouped = random_draft(**changes)
+    batch = random_batch(grouped.config, anchors=2 * GROUP + 3, rows=((60, 20), (81,)))
+    got = gradients(grouped, batch, torch.float32)
+    wanted = gradients(random_draft(backend="dense", **changes), batch, torch.float32)
+    assert len(wanted) > 20
+    for name, expected in wanted.items():
+        torch.testing.assert_close(
+            got[name], expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()), msg=name
+        )
+
+
+def test_bf16_gradients_stay_within_rounding_of_fp32():
+    draft = random_draft()
+    batch = random_batch(draft.config, anchors=2 * GROUP, rows=((60, 20), (81,)))
+    exact = gradients(draft, batch, torch.float32)
+    draft.zero_grad()
+    for name, rounded in gradients(draft, batch, torch.bfloat16).items():
+        assert (rounded - exact[name]).norm() / exact[name].norm() < 0.03, name
+
+
+def plain_norm(x, weight, eps):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+@pytest.mark.parametrize("shape", [(5, 16), (2, 3, 4, 8)])
+def test_norm_and_its_gradients_equal_autograd(shape):
+    norm = RMSNorm(shape[-1], 1e-5)
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    x = torch.randn(shape, requires_grad=True)
+    upstream = torch.randn(shape)
+    got = torch.autograd.grad((norm(x) * upstream).sum(), [x, norm.weight])
+    wanted = torch.autograd.grad((plain_norm(x, norm.weight, 1e-5) * upstream).sum(), [x, norm.weight])
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_norm_under_autocast_rounds_only_its_result():
+    norm = RMSNorm(576, 1e-6)
+    x = torch.randn(9, 576).bfloat16()
+    expected = plain_norm(x.float(), norm.weight, 1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(norm(x), expected.bfloat16())
+        torch.testing.assert_close(norm(x, torch.float32), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_gradient_of_a_rotation_is_the_rotation_back():
+    rotary = Rotary.at(torch.tensor([0, 3, 900]), 8, 100.0)
+    x = torch.randn(3, 2, 8, requires_grad=True)
+    rotated = rotary.rotate(x, torch.float32)
+    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1))
+    upstream = torch.randn(3, 2, 8)
+    (gradient,) = torch.autograd.grad(rotated, x, upstream)
+    back = dataclasses.replace(rotary, sin=-rotary.sin)
+    torch.testing.assert_close(gradient, back.rotate(upstream, torch.float32))
+    torch.testing.assert_close(back.rotate(rotated, torch.float32), x)
+
+
+@pytest.mark.parametrize("width", [128 * 3, 41, 64])
+def test_maximum_takes_the_first_of_equal_values(width):
+    values = torch.randint(0, 6, (50, width), generator=torch.Generator().manual_seed(0)).float()
+    top, index = maximum_and_index(values)
+    first = (values == values.amax(-1, keepdim=True)).int().argmax(-1)
+    assert torch.equal(top, values.amax(-1))
+    assert torch.equal(index, first)

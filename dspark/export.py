@@ -1,7 +1,7 @@
 """From a draft to the folder that vLLM serves: tensor names, `config.json`, and what each engine version makes of them.
 
 Two layouts. `speculators` nests the decoder's configuration and numbers taps as this package does; `dense` is the flat Qwen3
-form, whose `target_layer_ids` are one less. A draft without a sequential head is plain DFlash and is written for that method.
+form, whose `target_layer_ids` are one less. A fill-in draft without a sequential head is written for DFlash, which it is.
 Parameter names of `dspark.nn.draft.Draft` are the served ones; only the frozen buffers are renamed here.
 """
 
@@ -87,8 +87,11 @@ class ExportReport:
 
 
 def serving_method(config: DraftConfig) -> str:
-    """The `method` of vLLM's speculative configuration that reads this draft."""
-    return "dflash" if config.head == "none" else "dspark"
+    """The `method` of vLLM's speculative configuration that reads this draft.
+
+    Without a sequential head a fill-in draft is plain DFlash. DFlash has no anchor-first form; that is DSpark of rank 0.
+    """
+    return "dflash" if config.head == "none" and not config.sample_from_anchor else "dspark"
 
 
 # ---- tensors
@@ -275,7 +278,7 @@ def _decoder_config(config: DraftConfig, dtype: str) -> dict[str, Any]:
 def _head_keys(config: DraftConfig) -> dict[str, Any]:
     return {
         "markov_rank": config.markov_rank,
-        "markov_head_type": config.head,
+        "markov_head_type": "vanilla" if config.head == "none" else config.head,
         "enable_confidence_head": config.confidence,
         "confidence_head_with_markov": config.confidence and config.confidence_uses_prev_embedding,
     }
@@ -327,13 +330,13 @@ def unservable(config: DraftConfig) -> str | None:
     """Why no engine can serve this draft; None if one can."""
     if config.head in ("gated", "rnn"):
         return f"no engine has the {config.head} head (vLLM raises a load error); only head=vanilla is served"
-    if serving_method(config) == "dflash":
-        if config.sample_from_anchor:
-            return "without a sequential head the draft is plain DFlash, which engines serve in the fill-in layout only"
-        if len(set(config.layer_types)) > 1:
-            return (
-                "vLLM's DFlash sets one causality for all layers, so full and sliding layers cannot be mixed"
-            )
+    if config.head == "none" and config.sample_from_anchor:
+        return (
+            "no engine is known to decode an anchor-first draft without a sequential head: DFlash is fill-in only, and dspark of rank 0 "
+            "was seen to load, not to run"
+        )
+    if serving_method(config) == "dflash" and len(set(config.layer_types)) > 1:
+        return "vLLM's DFlash sets one causality for all layers, so full and sliding layers cannot be mixed"
     return None
 
 

@@ -371,11 +371,14 @@ def test_rank_zero_is_written_for_method_dflash(cache, tmp_path, kinds, non_caus
     assert '"method": "dflash"' in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_rank_zero_anchor_first_is_refused(cache, tmp_path):
+def test_rank_zero_anchor_first_is_refused_and_written_as_dspark_when_asked(cache, tmp_path):
     draft = draft_for(cache, head="none", markov_rank=0, confidence=False, sample_from_anchor=True)
     run = write_run(tmp_path / "runs", cache, draft)
-    with pytest.raises(ValueError, match="plain DFlash, which engines serve in the fill-in layout only"):
+    with pytest.raises(ValueError, match="anchor-first draft without a sequential head"):
         run_export(run, tmp_path / "out")
+    report = run_export(run, tmp_path / "out", "allow_unservable=true")
+    assert report.method == config_of(tmp_path / "out")["speculators_model_type"] == "dspark"
+    assert config_of(tmp_path / "out")["markov_rank"] == 0
 
 
 def test_output_folder_that_exists_is_refused(run, tmp_path):

@@ -254,7 +254,6 @@ def test_export_import_export_is_byte_identical(
 ):
     if head == "none":
         confidence = "none"  # DFlash has no place for it: dropped on export, which the export tests cover
-        anchor_first = False  # and is fill-in by definition
     draft = random_draft(
         sample_from_anchor=anchor_first,
         draft_vocab_size=41 if pruned else 97,
@@ -419,7 +418,8 @@ def test_imported_draft_warm_starts_a_draft_of_its_verifier(tmp_path):
     earlier, contract, _ = load_draft(run.checkpoint("best"), attention_backend="grouped")
     fresh = draft_for(cache, seed=1)
     fresh.kept_ids, fresh.lm_head = earlier.kept_ids, earlier.lm_head
-    kept = start_from_draft(fresh, earlier, contract, convert_layout=False)
+    current = cache.contract().merged(**{k: v for k, v in vars(fresh.contract).items() if v is not None})
+    kept = start_from_draft(fresh, earlier, contract, current=current, convert_layout=False)
     assert kept == []
     assert torch.equal(fresh.fc.weight, earlier.fc.weight)
 

@@ -51,7 +51,7 @@ Array = np.ndarray
 class Rounds:
     """A slot table in round-major form.
 
-    `frame` has one row per (document, anchor), M in all: the key columns and `visit`, the expected number of times the
+    `frame` has one row per (document, anchor), M in all: the key columns, `mode` and `visit`, the expected number of times the
     round occurs (1 in decode). `values[name]` is `[M, N]`, NaN where the table has no such slot (past a text's end).
     """
 
@@ -109,7 +109,7 @@ def rounds_of(slots: pd.DataFrame) -> Rounds:
 
     Raises ValueError for missing columns, an empty table, or two rows of one (document, anchor, position).
     """
-    missing = [c for c in [*ROUND_KEYS, "position", *SLOT_VALUES] if c not in slots.columns]
+    missing = [c for c in [*ROUND_KEYS, "mode", "position", *SLOT_VALUES] if c not in slots.columns]
     if missing:
         raise ValueError(f"the slot table lacks columns {missing}; it must come from experiments.evaluate.")
     if slots.empty:
@@ -131,7 +131,7 @@ def rounds_of(slots: pd.DataFrame) -> Rounds:
         )
     first = np.zeros(rounds, dtype=np.int64)
     first[code[::-1]] = np.arange(len(code))[::-1]
-    frame = slots.iloc[first][ROUND_KEYS].reset_index(drop=True)
+    frame = slots.iloc[first][[*ROUND_KEYS, "mode"]].reset_index(drop=True)
     values = {}
     for name in SLOT_VALUES:
         grid = np.full(rounds * width, np.nan)

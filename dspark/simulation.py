@@ -70,9 +70,10 @@ def walk_of(rounds: Rounds) -> tuple[Walk, Array]:
     """
     present = rounds.present
     r = rounds.values["r"]
-    if np.isnan(r[present]).any():
+    modes = sorted(set(rounds.frame["mode"]))
+    if modes != ["replay"]:
         raise ValueError(
-            "the slot table lacks conditional keep probabilities (r) at some slots; the simulator walks replayed tables. "
+            f"the slot table was written with mode {modes}; the simulator walks replayed tables, which hold every anchor. "
             "Evaluate with mode=replay."
         )
     document, _ = pd.factorize(

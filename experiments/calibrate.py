@@ -62,6 +62,13 @@ def calibrate(cfg: DictConfig) -> Path:
             rounds, what=f"set {name!r} of run {run.path.name}", min_rounds=int(cfg.min_rounds)
         )
     cal.require_disjoint(fit, report, fit_name=fit_set, report_name=report_set)
+    for column in ("draft_sampling", "temperature", "mode"):
+        kinds = [sorted(slots[name][column].unique()) for name in (fit_set, report_set)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"{fit_set} was measured with {column} {kinds[0]}, {report_set} with {kinds[1]}; a calibration belongs to "
+                "one way of drafting. Evaluate both sets in the same way."
+            )
     signals = [s for s in cfg.signals if not np.isnan(fit.values[s][fit.present]).any()]
 
     with console.status("fitting temperatures"):

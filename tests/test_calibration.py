@@ -454,6 +454,14 @@ def test_the_command_refuses_a_run_without_a_head_and_shared_prompts(tmp_path):
         calibrate(composed(f"run={same}", "min_rounds=1"))
 
 
+def test_the_command_refuses_sets_that_were_drafted_differently(tmp_path):
+    tables = {s: synthetic_slots(split=s, prompts=2, num_proposals=2) for s in ("validation", "test")}
+    tables["test"] = tables["test"].assign(draft_sampling="greedy")
+    run = made_up_run(tmp_path / "mixed", tables)
+    with pytest.raises(ValueError, match=r"draft_sampling \['sampled'\], test with \['greedy'\]"):
+        calibrate(composed(f"run={run}", "min_rounds=1"))
+
+
 def test_fold_writes_a_checkpoint_whose_head_speaks_calibrated_logits(tmp_path):
     run = Run.open(made_up_run(tmp_path / "with_weights", {}))
     draft, written = (

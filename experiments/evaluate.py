@@ -535,10 +535,8 @@ def check_lossless(cfg: DictConfig) -> None:
                 problems.append(
                     f"{stem}: draws at temperature {warm:g} do not follow the verifier ({describe(test)})"
                 )
-        write_text(
-            folder / "summary.json",
-            json.dumps({"greedy": counts, "sampled": test if warm > 0 else None}, indent=2),
-        )
+        found = {"greedy": counts, "sampled": test if warm > 0 else None}
+        write_text(folder / "lossless.json", json.dumps(found, indent=2) + "\n")
     if problems:
         raise ValueError("not lossless: " + "; ".join(problems) + ".")
     console.print("[bold]lossless[/bold]: " + "; ".join(lines), highlight=False, soft_wrap=True)
@@ -900,7 +898,7 @@ def print_table(title: str, frame: pd.DataFrame, hide: Sequence[str] = ()) -> No
         cells = []
         for name in names:
             digits = 0 if name == "rounds" else 2 if name.startswith("conditional_") else 3
-            cells.append(cell(row[name], digits))
+            cells.append(f"{row[name]:g}" if name == "temperature" else cell(row[name], digits))
             if f"{name}_low" in row:
                 cells[-1] += f" [{cell(row[f'{name}_low'], 2)}, {cell(row[f'{name}_high'], 2)}]"
         table.add_row(*cells)

@@ -127,14 +127,15 @@ def engine_job(
     speculative: Mapping[str, Any] | None,
     warmup: int,
     template: Mapping[str, Any],
+    resolve: bool = True,
 ) -> dict[str, Any]:
-    """The worker's job. Local draft paths become absolute, since the worker may start elsewhere."""
+    """The worker's job. Local paths become absolute, since the worker may start elsewhere, unless `resolve` is false."""
     speculative = dict(speculative) if speculative else None
-    if speculative and "model" in speculative and Path(speculative["model"]).is_dir():
+    if resolve and speculative and Path(speculative.get("model", "")).is_dir():
         speculative["model"] = str(Path(speculative["model"]).resolve())
-    local = Path(target).expanduser()
+    local = Path(target).expanduser() if resolve else Path(target)
     return {
-        "target": str(local.resolve()) if local.is_dir() else target,
+        "target": str(local.resolve()) if resolve and local.is_dir() else target,
         "engine": {k: v for k, v in engine.items() if v is not None},
         "speculative": speculative,
         "sets": {name: list(prompts) for name, prompts in sets.items()},

@@ -73,7 +73,7 @@ def serve_bench(cfg: DictConfig) -> pd.DataFrame:
                 console.print(progress_line(label, results[label][-1]), highlight=False)
     else:
         for spec in configurations(cfg):
-            console.print(f"{spec.label}: starting vLLM; log {out / spec.label}.log", highlight=False)
+            predicted[spec.label] = spec.predicted
             job = engine_job(
                 cfg.target,
                 sets,
@@ -82,7 +82,16 @@ def serve_bench(cfg: DictConfig) -> pd.DataFrame:
                 speculative=spec.speculative or None,
                 warmup=int(cfg.warmup),
                 template=template(cfg),
+                resolve=not cfg.jobs_only,
             )
+            if cfg.jobs_only:
+                write_text(out / f"{spec.label}.job.json", json.dumps(job))
+                continue
+            if cfg.results:
+                answer = read_result(Path(cfg.results) / f"{spec.label}.json")
+                results[spec.label], engines[spec.label] = answer["cells"], answer["engine"]
+                continue
+            console.print(f"{spec.label}: starting vLLM; log {out / spec.label}.log", highlight=False)
             with console.status(f"{spec.label}: 0/{len(cells)} cells") as status:
                 answer = run_worker(
                     cfg.python or sys.executable,
@@ -96,10 +105,20 @@ def serve_bench(cfg: DictConfig) -> pd.DataFrame:
                     ),
                 )
             results[spec.label], engines[spec.label] = answer["cells"], answer["engine"]
-            predicted[spec.label] = spec.predicted
             for cell in answer["cells"]:
                 console.print(progress_line(spec.label, cell), highlight=False)
+    if cfg.jobs_only:
+        jobs = sorted(p.name for p in out.glob("*.job.json"))
+        console.print(f"[bold]{len(jobs)} jobs[/bold] in {out}: {', '.join(jobs)}", highlight=False)
+        return pd.DataFrame()
     return report(out, cell_table(results, predicted), engines)
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """What a worker left elsewhere. Raises ValueError when it is missing; a job that was cut short counts as far as it got."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; results= expects one <label>.json for every configuration.")
+    return json.loads(path.read_text())
 
 
 def configurations(cfg: DictConfig) -> list[DraftSpec]:

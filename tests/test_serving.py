@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
+import time
 
 import pandas as pd
 import pytest
 
 from dspark.serving import (
+    WORKER,
     Cell,
     Server,
     cell_table,
@@ -178,8 +181,17 @@ def test_engine_failure_is_shown_with_its_root_cause(prompts, tmp_path):
 def test_engine_that_hangs_is_stopped(prompts, tmp_path):
     environment = install_fake_vllm(tmp_path / "site")
     (tmp_path / "site" / "vllm.py").write_text("import time\ntime.sleep(60)\n")
+    started = time.monotonic()
     with pytest.raises(ValueError, match=r"ran longer than 1 s"):
-        run_fake(tmp_path, job_for(prompts, [cell()]), timeout=1.0, environment=environment)
+        run_worker(
+            sys.executable,
+            job_for(prompts, [cell()]),
+            tmp_path,
+            "x",
+            timeout=1.0,
+            environment=environment,
+        )
+    assert time.monotonic() - started < 30
 
 
 def test_interpreter_that_does_not_exist_is_named(prompts, tmp_path):
@@ -241,6 +253,31 @@ def test_serve_bench_starts_one_engine_a_configuration(prompts, tmp_path):
     assert row["replay_rate_2"] == 0.2
     assert row["rate_1"] == 1.0
     assert row["same_text"] == 1.0
+
+
+def test_jobs_run_by_hand_elsewhere_come_back_as_the_same_table(prompts, tmp_path):
+    environment = install_fake_vllm(tmp_path / "site")
+    common = (
+        "target=verifier-there",
+        "drafts=[{model: draft/there, label: d, method: dspark, num_speculative_tokens: 3}]",
+    )
+    common += (f"prompts=[{prompts}]",)
+    serve_bench(compose("serve_bench", *common, "jobs_only=true", f"out={tmp_path / 'jobs'}"))
+    for label in ("verifier", "d"):
+        job = tmp_path / "jobs" / f"{label}.job.json"
+        subprocess.run(
+            [sys.executable, str(WORKER), str(job), str(tmp_path / "jobs" / f"{label}.json")],
+            check=True,
+            env={**os.environ, **environment},
+            capture_output=True,
+        )
+    assert json.loads((tmp_path / "jobs" / "d.job.json").read_text())["speculative"]["model"] == "draft/there"
+    table = serve_bench(
+        compose("serve_bench", *common, f"results={tmp_path / 'jobs'}", f"out={tmp_path / 'table'}")
+    )
+    assert table[table["config"] == "d"]["accept_length"].tolist() == [2.0]
+    with pytest.raises(ValueError, match=r"verifier.json does not exist"):
+        serve_bench(compose("serve_bench", *common, f"results={tmp_path}", f"out={tmp_path / 'x'}"))
 
 
 # ---- the table

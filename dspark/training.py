@@ -341,13 +341,26 @@ class DraftData(L.LightningDataModule):
         rows_per_batch: int,
         total_batches: int,
         num_workers: int,
+        resident: bool,
     ) -> None:
+        """`resident` holds the training features in the device's memory; the rows then need no worker processes.
+
+        Raises ValueError when `resident` and `num_workers` are both asked for.
+        """
         super().__init__()
+        if resident and num_workers:
+            raise ValueError(
+                "trainer.resident=true reads rows from device memory; set trainer.num_workers=0."
+            )
+        self.resident = resident
         self.cache, self.rows, self.validation = cache, rows, validation
         self.rows_per_batch, self.total_batches, self.num_workers = rows_per_batch, total_batches, num_workers
         self.consumed = 0
 
     def train_dataloader(self) -> DataLoader:
+        device = self.trainer.strategy.root_device
+        if self.resident and self.rows.resident is None:
+            self.rows.make_resident(device)
         sampler = StreamSampler(
             self.total_batches,
             self.rows_per_batch,
@@ -362,7 +375,7 @@ class DraftData(L.LightningDataModule):
             collate_fn=stack_rows,
             num_workers=self.num_workers,
             multiprocessing_context="forkserver" if self.num_workers else None,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=device.type == "cuda" and not self.resident,
             **workers,
         )
 

@@ -89,6 +89,7 @@ def train(cfg: DictConfig) -> Run:
         rows_per_batch=int(cfg.trainer.rows_per_batch),
         total_batches=int(cfg.trainer.max_steps) * int(cfg.trainer.accumulate),
         num_workers=int(cfg.trainer.num_workers),
+        resident=bool(cfg.trainer.resident),
     )
     trainer = build_trainer(cfg, run, rows, precision)
     try:

@@ -258,6 +258,24 @@ def test_documents_with_bad_features_are_skipped_and_counted(tiny_cache):
     assert int(batch.loss_mask.sum()) < int(sound.loss_mask.sum())
 
 
+def test_resident_rows_equal_rows_read_from_disk(tiny_cache):
+    def rows():
+        return PackedRows(
+            tiny_cache,
+            tiny_cache.select(split="train"),
+            seq_length=128,
+            anchors=16,
+            seed=0,
+            dtype=torch.bfloat16,
+        )
+
+    read, resident = rows(), rows()
+    resident.make_resident("cpu")
+    for index in range(2 * read.rows_per_epoch):
+        for name, tensor in vars(read[index]).items():
+            assert torch.equal(tensor, getattr(resident[index], name)), name
+
+
 def test_stacked_rows_keep_every_tensor():
     draft = random_draft()
     batch = random_batch(draft.config)

@@ -49,11 +49,7 @@ def collate_documents(
     """One packed row [1, seq_length] of every per-token tensor of `DraftBatch`; the tail is padding without loss."""
     first = documents[0]
     layers, hidden = first.aux.shape[1:]
-    row = {
-        "input_ids": torch.zeros(seq_length, dtype=torch.int64),
-        "positions": torch.zeros(seq_length, dtype=torch.int64),
-        "doc_start": torch.arange(seq_length),
-        "loss_mask": torch.zeros(seq_length, dtype=torch.bool),
+    row = pack_tokens([(d.input_ids, d.loss_mask) for d in documents], seq_length) | {
         "aux": torch.zeros(seq_length, layers, hidden, dtype=dtype),
         "last": torch.zeros(seq_length, hidden, dtype=dtype),
         "lse": torch.zeros(seq_length),
@@ -62,15 +58,83 @@ def collate_documents(
     for document in documents:
         end = min(at + len(document.input_ids), seq_length)
         span = slice(0, end - at)
-        row["input_ids"][at:end] = document.input_ids[span]
-        row["positions"][at:end] = torch.arange(end - at)
-        row["doc_start"][at:end] = at
-        row["loss_mask"][at:end] = document.loss_mask[span]
         row["aux"][at:end] = document.aux[span]
         row["last"][at:end] = document.last[span]
         row["lse"][at:end] = document.lse[span]
         at = end
     return {name: tensor.unsqueeze(0) for name, tensor in row.items()}
+
+
+def pack_tokens(documents: Sequence[tuple[Tensor, Tensor]], seq_length: int) -> dict[str, Tensor]:
+    """`input_ids`, `positions`, `doc_start` and `loss_mask` [seq_length] of documents given as (ids, mask), end to end."""
+    row = {
+        "input_ids": torch.zeros(seq_length, dtype=torch.int64),
+        "positions": torch.zeros(seq_length, dtype=torch.int64),
+        "doc_start": torch.arange(seq_length),
+        "loss_mask": torch.zeros(seq_length, dtype=torch.bool),
+    }
+    at = 0
+    for ids, mask in documents:
+        end = min(at + len(ids), seq_length)
+        row["input_ids"][at:end] = ids[: end - at]
+        row["positions"][at:end] = torch.arange(end - at)
+        row["doc_start"][at:end] = at
+        row["loss_mask"][at:end] = mask[: end - at]
+        at = end
+    return row
+
+
+class ResidentFeatures:
+    """The features of some documents in one device's memory, so that a row is a gather there and nothing is copied to it.
+
+    A GPU's training step is shorter than reading, packing and moving its features from disk; a cache that fits in the
+    device's memory need not be read twice.
+    """
+
+    def __init__(self, cache: FeatureCache, documents: Sequence[int], device: torch.device | str) -> None:
+        """Load `documents`. Those with NaN or infinite features are kept out and counted in `bad`."""
+        self.tokens: dict[int, tuple[Tensor, Tensor]] = {}
+        self.first: dict[int, int] = {}
+        self.bad = 0
+        total = sum(cache.info(d).tokens for d in documents)
+        manifest = cache.manifest
+        layers, hidden = len(manifest.aux_layer_ids), manifest.verifier.hidden_size
+        # Row 0 stays zero: padding reads it.
+        self.aux = torch.zeros(total + 1, layers, hidden, dtype=torch.bfloat16, device=device)
+        self.last = torch.zeros(total + 1, hidden, dtype=torch.bfloat16, device=device)
+        self.lse = torch.zeros(total + 1, device=device)
+        at = 1
+        for number in documents:
+            document = cache[number]
+            if not finite(document):
+                self.bad += 1
+                continue
+            end = at + len(document.input_ids)
+            for store in ("aux", "last", "lse"):
+                getattr(self, store)[at:end] = getattr(document, store).to(device)
+            self.tokens[number] = (document.input_ids, document.loss_mask)
+            self.first[number] = at
+            at = end
+
+    @staticmethod
+    def bytes_needed(cache: FeatureCache, documents: Sequence[int]) -> int:
+        manifest = cache.manifest
+        width = 2 * manifest.verifier.hidden_size * (len(manifest.aux_layer_ids) + 1) + 4
+        return width * sum(cache.info(d).tokens for d in documents)
+
+    def row(self, documents: Sequence[int], seq_length: int) -> dict[str, Tensor]:
+        """A packed row as `collate_documents` makes it, features on the device and tokens on the CPU."""
+        held = [d for d in documents if d in self.first]
+        tokens = pack_tokens([self.tokens[d] for d in held], seq_length)
+        source = torch.zeros(seq_length, dtype=torch.int64)
+        at = 0
+        for d in held:
+            end = min(at + len(self.tokens[d][0]), seq_length)
+            source[at:end] = torch.arange(self.first[d], self.first[d] + end - at)
+            at = end
+        source = source.to(self.aux.device, non_blocking=True)
+        features = {"aux": self.aux[source], "last": self.last[source], "lse": self.lse[source]}
+        return {name: tensor.unsqueeze(0) for name, tensor in (tokens | features).items()}
 
 
 def all_anchors(document_batch: dict[str, Tensor], limit: int | None = None) -> tuple[Tensor, Tensor]:
@@ -103,6 +167,7 @@ class PackedRows(Dataset):
         self.seq_length, self.anchors, self.seed, self.dtype = seq_length, anchors, seed, dtype
         self.lengths = {d: cache.info(d).tokens for d in self.documents}
         self.bad_documents = 0
+        self.resident: ResidentFeatures | None = None
         self._epoch_rows: dict[int, list[list[int]]] = {}
         self.rows_per_epoch = len(self.rows(0))
 
@@ -121,25 +186,37 @@ class PackedRows(Dataset):
             self._epoch_rows = {epoch: rows}
         return self._epoch_rows[epoch]
 
+    def make_resident(self, device: torch.device | str) -> None:
+        """Hold all features in `device` memory from here on; rows then come from there."""
+        self.resident = ResidentFeatures(self.cache, self.documents, device)
+        self.bad_documents += self.resident.bad
+
     def __getitem__(self, index: int) -> DraftBatch:
         epoch, place = divmod(index, self.rows_per_epoch)
-        documents = [self.cache[d] for d in self.rows(epoch)[place]]
-        sound = [d for d in documents if _finite(d)]
+        documents = self.rows(epoch)[place]
+        row = (
+            self._read(documents) if self.resident is None else self.resident.row(documents, self.seq_length)
+        )
+        state = np.random.SeedSequence((self.seed, epoch, place)).generate_state(1, np.uint64)[0]
+        generator = torch.Generator().manual_seed(int(state >> np.uint64(1)))
+        anchors, valid = sample_anchors(row["loss_mask"], row["doc_start"], self.anchors, generator)
+        batch = DraftBatch(**row, anchors=anchors, anchor_valid=valid)
+        return batch if self.resident is None else batch.to(batch.aux.device, non_blocking=True)
+
+    def _read(self, numbers: Sequence[int]) -> dict[str, Tensor]:
+        documents = [self.cache[d] for d in numbers]
+        sound = [d for d in documents if finite(d)]
         self.bad_documents += len(documents) - len(sound)
         row = collate_documents(sound or documents, self.seq_length, self.dtype)
         if not sound:
             row = {name: torch.nan_to_num(t) if t.is_floating_point() else t for name, t in row.items()}
             row["loss_mask"].zero_()
-        state = np.random.SeedSequence((self.seed, epoch, place)).generate_state(1, np.uint64)[0]
-        generator = torch.Generator().manual_seed(int(state >> np.uint64(1)))
-        anchors, valid = sample_anchors(row["loss_mask"], row["doc_start"], self.anchors, generator)
-        return DraftBatch(**row, anchors=anchors, anchor_valid=valid)
+        return row
 
 
-def _finite(document: Document) -> bool:
-    return bool(
-        document.aux.isfinite().all() and document.last.isfinite().all() and document.lse.isfinite().all()
-    )
+def finite(document: Document) -> bool:
+    """Whether every feature of a document is a number."""
+    return all(bool(t.isfinite().all()) for t in (document.aux, document.last, document.lse))
 
 
 @dataclass

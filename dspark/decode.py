@@ -549,13 +549,13 @@ def accept_sampled(
     draft_ids: Int[Tensor, "B n"],
     proposed: Int[Tensor, " B"],
     kept_ids: Int[Tensor, " V"],
-    coins: Float[Tensor, "B m"],
+    coins: Float[Tensor, "B c"],
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
     """(drafts kept, the token after them) by speculative sampling, whose text is distributed as p; m = n + 1.
 
     Draft i is kept with probability min(1, p_i(d) / q_i(d)), the first lost one replaced by a draw from max(p_i - q_i, 0);
     after the last proposal the token comes from p. `q` None means greedy drafts: all of q on the draft. `kept_ids` maps
-    draft ids (columns of q) to verifier ids. The last coin draws the final token.
+    draft ids (columns of q) to verifier ids. Coin i decides draft i, the last one draws the final token; c > n.
     """
     width = drafts.shape[1]
     offered = torch.arange(width, device=drafts.device) < proposed.unsqueeze(1)

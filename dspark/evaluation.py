@@ -5,7 +5,9 @@ slots   one row for each proposal of each round: `reached` (expected rounds that
 rounds  one row for each anchor: `visit` (expected rounds that start there), `proposed`, `accepted`, `emitted`, times in ms.
         Decoding also writes one row a response with `visit` 0 and `accepted` 0: the prefill, whose time is in `verify_ms`.
 
-`anchor` is a token index in the document. `temperature`, `top_k` and `top_p` are the verifier's; 0 and 1 mean no cut.
+`anchor` is a token index in the document. Behind a round's first rejection the draft's own block and the text part ways: there
+replay's values are conditioned on the text, decoding's on the block, and neither weighs anything (`reached` is 0 in that round).
+`temperature`, `top_k` and `top_p` are the verifier's; 0 and 1 mean no cut.
 """
 
 from __future__ import annotations
@@ -121,14 +123,24 @@ def replay_tables(
                     "draft_sampling": draft_sampling,
                     **document_columns(cache.info(d)),
                 }
-                slots.append(_slot_rows(replay).assign(**names))
-                rounds.append(_round_rows(replay).assign(**names))
+                slots.append(_slot_rows(replay) | names)
+                rounds.append(_round_rows(replay) | names)
             progress(len(row))
     if not slots:
         raise ValueError(f"no documents to replay in {cache.path}.")
-    return pd.concat(slots, ignore_index=True)[SLOT_COLUMNS], pd.concat(rounds, ignore_index=True)[
-        ROUND_COLUMNS
-    ]
+    return _stacked(slots, SLOT_COLUMNS), _stacked(rounds, ROUND_COLUMNS)
+
+
+def _stacked(parts: Sequence[Mapping[str, object]], columns: Sequence[str]) -> pd.DataFrame:
+    """One frame from documents' columns; values that are one for the whole document are repeated."""
+    sizes = [len(part["anchor"]) for part in parts]
+    frame = {}
+    for name in columns:
+        if isinstance(parts[0][name], np.ndarray):
+            frame[name] = np.concatenate([part[name] for part in parts])
+        else:
+            frame[name] = np.repeat([part[name] for part in parts], sizes)
+    return pd.DataFrame(frame)
 
 
 def decode_tables(
@@ -184,41 +196,38 @@ def document_columns(info: DocumentInfo) -> dict[str, object]:
     }
 
 
-def _slot_rows(replay: Replay) -> pd.DataFrame:
+def _slot_rows(replay: Replay) -> dict[str, np.ndarray]:
     """Proposals that some round could reach, inside the text."""
     anchors, width = replay.keep.shape
-    frame = pd.DataFrame(
-        {
-            "anchor": np.repeat(replay.anchors, width),
-            "position": np.tile(np.arange(1, width + 1), anchors),
-            "reached": replay.reached.ravel(),
-            "accepted": replay.accepted.ravel(),
-            "r": replay.keep.ravel(),
-            "alpha": replay.alpha.ravel(),
-            "confidence": replay.confidence.ravel(),
-            "p_prefix_survives": np.cumprod(replay.confidence, axis=1).ravel(),
-            "entropy": replay.entropy.ravel(),
-            "max_prob": replay.max_prob.ravel(),
-            "margin": replay.margin.ravel(),
-        }
-    )
-    return frame[(replay.inside & replay.proposed).ravel()]
+    columns = {
+        "anchor": np.repeat(replay.anchors, width),
+        "position": np.tile(np.arange(1, width + 1), anchors),
+        "reached": replay.reached.ravel(),
+        "accepted": replay.accepted.ravel(),
+        "r": replay.keep.ravel(),
+        "alpha": replay.alpha.ravel(),
+        "confidence": replay.confidence.ravel(),
+        "p_prefix_survives": np.cumprod(replay.confidence, axis=1).ravel(),
+        "entropy": replay.entropy.ravel(),
+        "max_prob": replay.max_prob.ravel(),
+        "margin": replay.margin.ravel(),
+    }
+    shown = (replay.inside & replay.proposed).ravel()
+    return {name: values[shown] for name, values in columns.items()}
 
 
-def _round_rows(replay: Replay) -> pd.DataFrame:
+def _round_rows(replay: Replay) -> dict[str, np.ndarray]:
     kept = np.cumprod(replay.keep, axis=1).sum(1)
-    return pd.DataFrame(
-        {
-            "anchor": replay.anchors,
-            "visit": replay.visit,
-            "proposed": replay.proposed.sum(1),
-            "accepted": kept,
-            # A round that keeps all that is left of the text emits no bonus token.
-            "emitted": kept + 1.0 - replay.finished,
-            "draft_ms": np.nan,
-            "verify_ms": np.nan,
-        }
-    )
+    return {
+        "anchor": replay.anchors,
+        "visit": replay.visit,
+        "proposed": replay.proposed.sum(1),
+        "accepted": kept,
+        # A round that keeps all that is left of the text emits no bonus token.
+        "emitted": kept + 1.0 - replay.finished,
+        "draft_ms": np.full(len(kept), np.nan),
+        "verify_ms": np.full(len(kept), np.nan),
+    }
 
 
 def summarise(slots: pd.DataFrame, rounds: pd.DataFrame) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from dspark.vocab import VocabMap
 
 AUX = (1, 2, 3)
 MASK = 6
-WORDS = "sun moon star rain wind leaf tree bird fish stone".split()
+WORDS = ["sun", "moon", "star", "rain", "wind", "leaf", "tree", "bird", "fish", "stone"]
 KINDS = ("math", "code", "chat")
 
 
@@ -39,7 +40,7 @@ def sentence(rng: random.Random, kind: str) -> tuple[str, str]:
     return f"say {word}", f"the {word} and the {other} and the {word}."
 
 
-def trained_verifier(*, steps: int = 220, seed: int = 0) -> Verifier:
+def trained_verifier(*, steps: int = 160, seed: int = 0) -> Verifier:
     """Four layers of width 48 that have seen the templates: greedy answers are mostly right, samples vary."""
     torch.manual_seed(seed)
     rng, tokenizer = random.Random(seed), tiny_tokenizer()
@@ -48,7 +49,7 @@ def trained_verifier(*, steps: int = 220, seed: int = 0) -> Verifier:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, total_steps=steps)
     for _ in range(steps):
         rows = []
-        for _ in range(16):
+        for _ in range(12):
             question, answer = sentence(rng, rng.choice(KINDS))
             text = f"<|bos|><|user|>{question}<|end|><|assistant|>{answer}<|end|>"
             rows.append(tokenizer.encode(text, add_special_tokens=False)[:72])
@@ -81,7 +82,7 @@ def build_cache(
     prompts: list[Prompt],
     *,
     temperature: float,
-    max_new_tokens: int = 40,
+    max_new_tokens: int = 28,
 ) -> FeatureCache:
     documents, _ = answer_prompts(
         verifier,
@@ -160,7 +161,13 @@ def new_draft(cache: FeatureCache, *, kept: int = 150, seed: int = 0, **changes:
 
 
 def train_draft(
-    draft: Draft, cache: FeatureCache, documents: list[int], *, steps: int, lr: float = 4e-3, anchors: int = 96
+    draft: Draft,
+    cache: FeatureCache,
+    documents: list[int],
+    *,
+    steps: int,
+    lr: float = 4e-3,
+    anchors: int = 96,
 ) -> Draft:
     rows = PackedRows(cache, documents, seq_length=384, anchors=anchors, seed=0, dtype=torch.bfloat16)
     weights = LossWeights(
@@ -185,7 +192,32 @@ def train_draft(
     return draft.eval()
 
 
-def save_run(root: Path, draft: Draft, cache: FeatureCache, *, run_id: str = "20260101-000000-tiny-s0") -> Run:
+@dataclass
+class Trained:
+    """What the `tiny` fixture holds. Tests must leave it as it is."""
+
+    verifier: Verifier
+    greedy: FeatureCache
+    sampled: FeatureCache
+    draft: Draft
+    run: Run
+
+
+def trained_pair(root: Path) -> Trained:
+    verifier = trained_verifier()
+    prompts = template_prompts(80, seed=1, split="train") + template_prompts(
+        24, seed=2, split="test", turns=2
+    )
+    greedy = build_cache(root / "greedy", verifier, prompts, temperature=0.0)
+    prompts = template_prompts(150, seed=3, split="test")
+    sampled = build_cache(root / "sampled", verifier, prompts, temperature=1.0)
+    draft = train_draft(new_draft(greedy), greedy, greedy.select(split="train"), steps=110)
+    return Trained(verifier, greedy, sampled, draft, save_run(root / "runs", draft, greedy))
+
+
+def save_run(
+    root: Path, draft: Draft, cache: FeatureCache, *, run_id: str = "20260101-000000-tiny-s0"
+) -> Run:
     """A run folder as training leaves it."""
     manifest = RunManifest(
         run_id=run_id,

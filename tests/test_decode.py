@@ -14,6 +14,8 @@ from dspark.data.generation import Request, generate
 from dspark.data.synthetic import tiny_verifier
 from dspark.decode import (
     DecodeSettings,
+    _Batch,
+    _Block,
     accept_greedy,
     accept_sampled,
     decode,
@@ -176,27 +178,32 @@ def test_squeezing_holes_out_of_the_cache_changes_nothing(tiny, monkeypatch):
     assert dict(responses(decode(tiny.verifier, tiny.draft, requests, **options))) == expected
 
 
-def test_a_sliding_window_verifier_decodes_its_own_text_in_batches():
-    """Gemma 3 mixes sliding and full layers; rejected columns must not stretch its windows."""
-    verifier = tiny_verifier(
-        "gemma3", sliding_window=8, layer_types=["sliding_attention", "full_attention"] * 2
-    )
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_rows_that_keep_different_counts_stay_lossless(family, monkeypatch):
+    """Drafts are the true text up to a count that differs by row and round: every pattern of holes, sliding layers included."""
+    kinds = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    verifier = tiny_verifier(family, **(kinds if family == "gemma3" else {}))
     draft = random_draft(
-        vocab_size=272,
-        draft_vocab_size=272,
-        mask_token_id=MASK,
-        aux_layer_ids=AUX,
-        num_verifier_layers=4,
-        logit_scale=1.0,
+        vocab_size=272, draft_vocab_size=272, mask_token_id=MASK, aux_layer_ids=AUX, num_verifier_layers=4
     ).eval()
     requests = [Request(prompt_ids=list(range(20, 20 + n)), temperature=0.0, seed=0) for n in (5, 13, 9, 12)]
-    plain = dict(generate(verifier, requests, max_new_tokens=20, batch_size=1))
-    # A random draft is nearly always rejected; repeat what the verifier says to make rows accept unevenly.
-    options = settings(num_proposals=3, max_new_tokens=20)
-    decoded = dict(
-        responses(decode(verifier, draft, requests, settings=options, batch_size=4, diagnostics=False))
-    )
-    assert decoded == plain
+    plain = dict(generate(verifier, requests, max_new_tokens=30, batch_size=1))
+
+    def propose(batch: _Batch) -> _Block:
+        rows = []
+        for r, length in zip(batch.rows, batch.lengths.tolist(), strict=True):
+            at = length - len(requests[r].prompt_ids) + 1
+            truth = [*plain[r].token_ids[at : at + 3], 7, 7, 7][:3]
+            good = (at + r) % 4
+            rows.append([t if i < good else (t + 1) % 272 for i, t in enumerate(truth)])
+        tokens = torch.tensor(rows)
+        return _Block(tokens, tokens, torch.full((len(rows),), 3), None, None, None)
+
+    monkeypatch.setattr(_Batch, "_propose", propose)
+    options = settings(num_proposals=3, max_new_tokens=30)
+    rounds = list(decode(verifier, draft, requests, settings=options, batch_size=4, diagnostics=False))
+    assert dict(responses(iter(rounds))) == plain
+    assert {step.accepted for step in rounds if not step.prefill} == {0, 1, 2, 3}
 
 
 def test_text_ends_at_a_stop_token_inside_a_block_and_at_the_limit(tiny):

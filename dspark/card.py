@@ -50,6 +50,8 @@ def measured_acceptance(run: Run) -> dict[str, dict[str, Any]]:
             "prompts": int(rounds["prompt_id"].nunique()),
             "mode": str(rounds["mode"].iloc[0]),
             "temperatures": sorted({float(t) for t in rounds["temperature"]}),
+            "draft_sampling": summary.get("draft_sampling", "greedy"),
+            "num_proposals": summary.get("num_proposals", len(summary["survival"])),
         }
     return found
 

@@ -44,7 +44,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """A draft as the engine is told of it: any method vLLM knows. `predicted` maps set names to replay's tau and survival."""
+    """A draft as the engine is told of it: any method vLLM knows. `predicted` holds its run's evaluations by name."""
 
     label: str
     speculative: dict[str, Any]
@@ -388,8 +388,8 @@ def cell_table(
 
     tok_s is output tokens over wall seconds; speed_up its ratio to the verifier alone in the same cell; accept_length 1 +
     accepted / drafts, the bonus token included; rate_i the share of drafts-steps that keep proposal i (unconditional).
-    same_text is the share of greedy requests whose output equals the verifier's alone. replay_* are the predictions of
-    `predicted[config][set]`.
+    same_text is the share of greedy requests whose output equals the verifier's alone. predicted_* is what the run measured
+    for the set itself (`prediction`), among the evaluations `predicted[config]` that its export carries.
     """
     rows = []
     for config, cells in results.items():
@@ -421,17 +421,36 @@ def cell_table(
         for config, key in zip(frame["config"], keys, strict=True)
     ]
     predictions = [
-        predicted.get(config, {}).get(name, {})
-        for config, name in zip(frame["config"], frame["set"], strict=True)
+        prediction(predicted.get(config, {}), name, temperature)
+        for config, (name, temperature, _) in zip(frame["config"], keys, strict=True)
     ]
-    frame["replay_accept_length"] = [p.get("tau", float("nan")) for p in predictions]
+    frame["predicted_accept_length"] = [p.get("tau", float("nan")) for p in predictions]
+    frame["predicted_from"] = [p.get("name") for p in predictions]
     width = max((len(p.get("survival", ())) for p in predictions), default=0)
     for i in range(width):
-        frame[f"replay_rate_{i + 1}"] = [
+        frame[f"predicted_rate_{i + 1}"] = [
             p["survival"][i] if i < len(p.get("survival", ())) else float("nan") for p in predictions
         ]
     first = ["config", "set", "temperature", "concurrency", "requests", "output_tokens", "tok_s", "speed_up"]
     return frame[[*first, *(c for c in frame.columns if c not in first)]]
+
+
+def prediction(measured: Mapping[str, Mapping[str, Any]], name: str, temperature: float) -> dict[str, Any]:
+    """The run's own measurement that a cell should reproduce: same set and temperature, and the drafts an engine makes there.
+
+    Evaluations of a set are named after it with suffixes. Engines draft greedily at temperature 0 and, as `serve_bench` asks them,
+    from the draft's distribution otherwise. Replay comes before decoding, which repeats the same measurement with more noise.
+    """
+    wanted = "greedy" if temperature == 0.0 else "sampled"
+    fitting = [
+        {"name": label, **m}
+        for label, m in measured.items()
+        if (label == name or label.startswith(f"{name}-"))
+        and m.get("temperatures", [temperature]) == [temperature]
+        and m.get("draft_sampling", wanted) == wanted
+        and m.get("num_proposals", len(m["survival"])) == len(m["survival"])
+    ]
+    return min(fitting, key=lambda m: (m.get("mode") != "replay", len(m["name"])), default={})
 
 
 def _row(config: str, cell: Mapping[str, Any], name: str) -> dict[str, Any]:

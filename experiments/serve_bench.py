@@ -187,8 +187,8 @@ def report(out: Path, table: pd.DataFrame, engines: dict[str, Any]) -> pd.DataFr
         return table
     best = drafted.sort_values("speed_up", ascending=False, na_position="last").iloc[0]
     speed = f", {best['speed_up']:.2f} x the verifier alone" if best["speed_up"] == best["speed_up"] else ""
-    expected = best["replay_accept_length"]
-    against = f" (replay predicted {expected:.3f})" if expected == expected else ""
+    expected = best["predicted_accept_length"]
+    against = f" (predicted {expected:.3f})" if expected == expected else ""
     console.print(
         f"[bold]{best['config']}: accept length {best['accept_length']:.3f}{against}{speed}[/bold] on {best['set']} at T={best['temperature']:g}, "
         f"concurrency {best['concurrency']}; {out / 'table.md'}",

@@ -22,6 +22,7 @@ from dspark.serving import (
     last_errors,
     markdown,
     parse_metrics,
+    prediction,
     read_prompts,
     run_worker,
     subtract_counters,
@@ -249,8 +250,8 @@ def test_serve_bench_starts_one_engine_a_configuration(prompts, tmp_path):
     assert jobs["verifier"]["engine"]["max_num_seqs"] == 2
     row = table[(table["config"] == "mydraft") & (table["concurrency"] == 1)].iloc[0]
     assert row["accept_length"] == 2.0
-    assert row["replay_accept_length"] == 2.1
-    assert row["replay_rate_2"] == 0.2
+    assert row["predicted_accept_length"] == 2.1
+    assert row["predicted_rate_2"] == 0.2
     assert row["rate_1"] == 1.0
     assert row["same_text"] == 1.0
 
@@ -327,6 +328,30 @@ def test_equal_text_is_counted_for_greedy_only_and_stops_at_a_changed_turn():
         {},
     )
     assert math.isnan(hot[hot["config"] == "d"]["same_text"].iloc[0])
+
+
+def test_prediction_is_the_run_s_measurement_of_the_same_set_temperature_and_drafting():
+    def made(tau, mode, temperature, sampling="greedy", proposals=2):
+        return {
+            "tau": tau,
+            "survival": [0.5, 0.2],
+            "mode": mode,
+            "temperatures": [temperature],
+            "draft_sampling": sampling,
+            "num_proposals": proposals,
+        }
+
+    runs = {
+        "gsm8k-t0-decode": made(1.0, "decode", 0.0),
+        "gsm8k-test-t0": made(2.0, "replay", 0.0),
+        "gsm8k-test-t1": made(3.0, "replay", 1.0),
+        "gsm8k-test-t1-sampled": made(4.0, "replay", 1.0, "sampled"),
+        "gsm8k2-test-t0": made(5.0, "replay", 0.0),
+    }
+    assert prediction(runs, "gsm8k", 0.0)["tau"] == 2.0
+    assert prediction(runs, "gsm8k", 1.0)["tau"] == 4.0
+    assert prediction(runs, "humaneval", 0.0) == {}
+    assert prediction({"gsm8k-t0-n1": made(6.0, "replay", 0.0, proposals=1)}, "gsm8k", 0.0) == {}
 
 
 def test_without_the_verifier_alone_there_is_no_speed_up():

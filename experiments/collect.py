@@ -242,8 +242,8 @@ def collect_tokens(cfg: DictConfig) -> TokenSet:
     partial = Path(f"{cfg.out}.partial")
     token_set = token_level_set(cfg, verifier, checked_mask_token(cfg, verifier), partial, estimate=False)
     files = token_set.save(cfg.out)
-    for leftover in (partial.with_suffix(".npz"), partial.with_suffix(".json")):
-        leftover.unlink(missing_ok=True)
+    for suffix in (".npz", ".json"):
+        Path(f"{partial}{suffix}").unlink(missing_ok=True)
     facts = token_set.manifest
     console.print(
         f"[bold]{facts['documents']} documents[/bold], {facts['response_tokens']} answer tokens of {facts['tokens']}, "
@@ -415,7 +415,7 @@ def answered(
         )
 
     documents: list[TokenDocument] = []
-    if stem.with_suffix(".json").is_file():
+    if Path(f"{stem}.json").is_file():
         earlier = TokenSet.load(stem)
         earlier.check_verifier(verifier.info)
         differing = {
@@ -431,7 +431,7 @@ def answered(
         console.print(f"{len(documents)} answers are already at {stem}.npz", highlight=False)
     have = {d.prompt_id for d in documents}
     todo = [p for p in prompts if p.prompt_id not in have]
-    portion = max(1, int(settings.batch_size)) * 4
+    portion = max(1, int(settings.batch_size))
     # Rows of similar length together, so that portions batch well.
     todo.sort(key=lambda p: (len(p.turn_ends), sum(len(m["content"]) for m in p.messages)))
     left_out = Counter(skipped)
@@ -518,6 +518,7 @@ def check_written(
         f"re-ran {result.documents} documents one by one: states differ by {result.aux:.2g} (aux) and {result.last:.2g} (last), "
         f"targets agree with the verifier's logits at {result.same_top1:.2%} of positions",
         highlight=False,
+        soft_wrap=True,
     )
     if problem := result.problem(written.verifier.compute_dtype):
         raise ValueError(f"{path}: {problem}; the captured states are not this verifier's.")
@@ -581,13 +582,22 @@ def progress_bar(cfg: DictConfig, label: str, total: int) -> Iterator[Callable[[
     )
     with Progress(*columns, console=console, disable=not cfg.progress) as progress:
         task = progress.add_task(label, total=total, rate="")
-        started, done = time.time(), 0
+        started = reported = time.time()
+        done = 0
 
         def advance(amount: int) -> None:
-            nonlocal done
+            nonlocal done, reported
             done += amount
-            rate = done / max(1e-6, time.time() - started)
-            progress.update(task, advance=amount, rate=f"{rate:.0f}/s" if rate >= 10 else f"{rate:.1f}/s")
+            now = time.time()
+            rate = done / max(1e-6, now - started)
+            shown = f"{rate:.0f}/s" if rate >= 10 else f"{rate:.1f}/s"
+            progress.update(task, advance=amount, rate=shown)
+            # A bar is drawn in terminals only; a log gets a line now and then.
+            if cfg.progress and not console.is_terminal and now - reported > 30:
+                reported = now
+                console.print(
+                    f"{label}: {done}/{total}, {shown}, {(total - done) / rate:.0f} s left", highlight=False
+                )
 
         yield advance
 

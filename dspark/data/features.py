@@ -427,6 +427,7 @@ class FeatureCache:
         self.path, self.manifest = path, manifest
         self._infos, self._places = infos, places
         self._handles: dict[int, Any] = {}
+        self._taps: list[int] | None = None  # columns of the stored `aux`; None: all
 
     @classmethod
     def open(cls, path: str | Path, *, verify: str = "hash") -> FeatureCache:
@@ -495,7 +496,7 @@ class FeatureCache:
         return Document(
             input_ids=tensor("input_ids").long(),
             loss_mask=tensor("loss_mask"),
-            aux=tensor("aux"),
+            aux=tensor("aux") if self._taps is None else tensor("aux")[:, self._taps],
             last=tensor("last"),
             lse=tensor("lse"),
             info=self._infos[index],
@@ -518,6 +519,28 @@ class FeatureCache:
             and (domain is None or info.domain == domain)
             and (temperature is None or math.isclose(info.temperature, temperature))
         ]
+
+    def with_taps(self, layer_ids: Sequence[int]) -> FeatureCache:
+        """The same cache as if only these layers had been captured: documents and manifest carry `layer_ids` alone.
+
+        Raises:
+            ValueError: if a layer was not captured, or the ids do not increase.
+        """
+        stored = list(self.manifest.aux_layer_ids)
+        if list(layer_ids) == stored:
+            return self
+        wanted = [int(i) for i in layer_ids]
+        if not wanted or wanted != sorted(set(wanted)) or not set(wanted) <= set(stored):
+            raise ValueError(
+                f"aux_layer_ids {wanted} cannot be read from cache {self.path}, which holds {stored}; name some of these in "
+                "ascending order, or collect the cache again with verifier.aux_layer_ids."
+            )
+        columns = [stored.index(i) for i in wanted]
+        view = FeatureCache(
+            self.path, replace(self.manifest, aux_layer_ids=tuple(wanted)), self._infos, self._places
+        )
+        view._taps = columns if self._taps is None else [self._taps[c] for c in columns]
+        return view
 
     def verifier_weights(self) -> dict[str, Tensor]:
         """`embed_tokens.weight` [W, H], `norm.weight` [H], `lm_head.weight` [W, H] (the same tensor where tied)."""
@@ -619,6 +642,7 @@ def _sha256(file: Path) -> str:
 def _save_tensors(target: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     temporary = target.with_name(target.name + ".tmp")
     save_file(tensors, temporary, metadata=metadata)
+    temporary.chmod(0o644)  # safetensors writes for the owner alone; caches are shared
     with temporary.open("rb") as stream:
         os.fsync(stream.fileno())
     temporary.rename(target)

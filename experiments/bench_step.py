@@ -29,7 +29,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,7 +38,9 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 if not __package__:
     sys.path.insert(0, str(ROOT))
+    import experiments  # noqa: F401  (sets the allocator up before torch allocates)
 
+from dspark import __version__  # noqa: E402
 from dspark.blocks import DraftBatch, build_blocks, sample_anchors  # noqa: E402
 from dspark.config import DraftConfig  # noqa: E402
 from dspark.losses import LossWeights  # noqa: E402
@@ -250,7 +251,8 @@ def _make_batch(
     positions = place % length
     start = place - positions
     mask = (positions >= PROMPT) & (place < length * geometry.documents)
-    inside = mask & (positions < length - geometry.block - 1)
+    # An anchor precedes a token that is `inside`; the anchor itself must be supervised too, for peers that mask by input token.
+    inside = (positions > PROMPT) & (positions < length - geometry.block - 1)
     generator = torch.Generator().manual_seed(seed)
     anchors, valid = sample_anchors(inside, start, geometry.anchors, generator)
     if not bool(valid.all()):
@@ -298,10 +300,7 @@ class Ours:
     name = "dspark"
 
     def __init__(self, problem: Problem, *, chunk_rows: int | None = None) -> None:
-        try:
-            self.version = metadata.version("dspark")
-        except metadata.PackageNotFoundError:
-            self.version = "checkout"
+        self.version = __version__
         self.problem = problem
         self.chunk_rows = chunk_rows or problem.geometry.chunk_rows
         with torch.device(problem.device):
@@ -536,7 +535,6 @@ class Settings:
     seed: int
     memory: bool
     tolerance: float
-    out: str
 
 
 def measure(settings: Settings, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -692,15 +690,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=given.seed,
         memory=not given.no_memory,
         tolerance=given.tolerance,
-        out=given.out,
     )
     try:
         rows = measure(settings, say=lambda line: print(line, file=sys.stderr, flush=True))
-        write_rows(rows, Path(settings.out))
+        write_rows(rows, Path(given.out))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{summary(rows)}; rows in {settings.out}")
+    print(f"{summary(rows)}; rows in {given.out}")
     return 0
 
 

@@ -187,7 +187,7 @@ def conditional_test(
             counts[token] = count
         value, free = chi_square(counts, p.cpu().numpy())
         statistic, degrees, draws = statistic + value, degrees + free, draws + counter.total()
-    p_value = float(stats.chi2.sf(statistic, degrees)) if degrees else float(statistic == 0)
+    p_value = float(stats.chi2.sf(statistic, max(1, degrees)))
     return ChiSquare(statistic, degrees, p_value, draws)
 
 
@@ -222,7 +222,7 @@ def two_sample_test(a: Sequence[LogEntry], b: Sequence[LogEntry], *, position: i
             statistic, degrees = statistic + float(result.statistic), degrees + int(result.dof)
     if not draws:
         raise ValueError(f"the two logs share no prompt whose responses have a token {position}.")
-    p_value = float(stats.chi2.sf(statistic, degrees)) if degrees else 1.0
+    p_value = float(stats.chi2.sf(statistic, max(1, degrees)))
     return ChiSquare(statistic, degrees, p_value, draws)
 
 

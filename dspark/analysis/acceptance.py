@@ -249,7 +249,7 @@ def visible(token: str) -> str:
     return shown.replace("$", r"\$") or "∅"
 
 
-def _frame(x: float, y: float, kept: bool | None) -> Rectangle:
+def _frame(x: int, y: int, kept: bool | None) -> Rectangle:
     edge = MUTED if kept is None else DOMAINS["code"] if kept else DOMAINS["chat"]
     return Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, fill=False, edgecolor=edge, linewidth=2.2)
 

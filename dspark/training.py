@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -132,6 +132,9 @@ class DraftModule(L.LightningModule):
         if not bool(loss.isfinite()):
             where = "not saved (no run folder)"
             if self.run is not None:
+                self.run.path.mkdir(
+                    parents=True, exist_ok=True
+                )  # ranks after the first have no folder until now
                 where = self.run.path / "bad_batch.pt"
                 torch.save(vars(batch.to("cpu")), where)
             raise FloatingPointError(
@@ -217,17 +220,16 @@ class DraftModule(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         replays, self._replays = self._replays, []
-        accepted = self.all_reduce_sum(
-            torch.tensor(float(sum(r.accepted.sum() for _, r in replays)), device=self.device)
+        mine = torch.tensor(
+            [float(sum(r.accepted.sum() for _, r in replays)), float(sum(r.rounds for _, r in replays))],
+            device=self.device,
         )
-        rounds = self.all_reduce_sum(
-            torch.tensor(float(sum(r.rounds for _, r in replays)), device=self.device)
-        )
+        accepted, rounds = self.all_reduce_sum(mine)
         if self.trainer.sanity_checking or float(rounds) == 0:
             return
         tau = tau_from_counts(float(accepted), float(rounds))
         self.validated_step = self.global_step
-        self.metrics.add("val_accepted", accepted, rounds)
+        self.metrics.add("val_accepted", *mine)
         self.log("tau", tau, prog_bar=True, rank_zero_only=True)
         if self.run is not None and self.trainer.is_global_zero:
             facts = {"step": self.global_step, "validation_tau": tau}
@@ -258,9 +260,15 @@ class MetricTotals:
         total, count = total.detach().double(), count.detach().double()
         self.totals[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
 
-    def flush(self) -> dict[str, tuple[float, float]]:
-        """Name -> (total, count), omitting metrics without a single count."""
-        values = {name: (float(t), float(c)) for name, (t, c) in self.totals.items()}
+    def flush(self, add_ranks: Callable[[Tensor], Tensor]) -> dict[str, tuple[float, float]]:
+        """Name -> (total, count) over all ranks, omitting metrics without a single count. All ranks must call this together.
+
+        `add_ranks` sums a tensor over ranks; every rank has added the same names.
+        """
+        if not self.totals:
+            return {}
+        sums = add_ranks(torch.stack([torch.stack(pair) for pair in self.totals.values()])).tolist()
+        values = {name: (total, count) for name, (total, count) in zip(self.totals, sums, strict=True)}
         self.totals = {}
         return {name: pair for name, pair in values.items() if pair[1] > 0}
 
@@ -292,7 +300,7 @@ class MetricsTable(Callback):
         self._write(trainer)
 
     def _collect(self, trainer: L.Trainer, module: DraftModule) -> None:
-        flushed = module.metrics.flush()
+        flushed = module.metrics.flush(module.all_reduce_sum)
         for name, (total, count) in flushed.items():
             self.records.append(
                 {

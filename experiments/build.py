@@ -17,14 +17,14 @@ from dspark.vocab import VocabMap
 TRAIN_GROUPS = {
     "draft": (
         "num_layers intermediate_size num_heads num_kv_heads head_dim rms_norm_eps rope_theta max_position_embeddings "
-        "vocab_size block_size sample_from_anchor layer_types sliding_window attention_backend init"
+        "vocab_size block_size sample_from_anchor layer_types sliding_window taps attention_backend init"
     ),
     "head": "kind rank init",
     "confidence": "enabled use_prev_embedding detach_inputs",
     "loss": "terms confidence decay_gamma ce_label target_norm",
     "optimizer": "lr head_lr warmup_steps min_lr_ratio weight_decay betas",
     "trainer": (
-        "max_steps max_minutes seq_length anchors rows_per_batch accumulate precision clip val_every val_documents log_every "
+        "max_steps max_minutes max_tokens seq_length anchors rows_per_batch accumulate precision clip val_every val_documents log_every "
         "num_workers resident chunk_rows accelerator devices num_nodes strategy max_bad_fraction progress"
     ),
 }
@@ -44,6 +44,20 @@ def check_keys(cfg: DictConfig) -> None:
             )
         if missing:
             raise ValueError(f"{group}.{missing[0]} has no value; set it in configs/{group}/.")
+
+
+def tapped_layers(cfg: DictConfig, manifest: Manifest) -> list[int]:
+    """The cached layers that the draft reads: `draft.taps`, where negative numbers count from the deepest, or all of them.
+
+    Raises ValueError for a number that counts further than the cache goes.
+    """
+    stored = list(manifest.aux_layer_ids)
+    if cfg.draft.taps is None:
+        return stored
+    asked = [int(i) for i in cfg.draft.taps]
+    if any(i < -len(stored) for i in asked):
+        raise ValueError(f"draft.taps is {asked}, but the cache holds {len(stored)} layers: {stored}.")
+    return [stored[i] if i < 0 else i for i in asked]
 
 
 def response_counts(cache: FeatureCache, documents: Sequence[int]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -12,7 +13,37 @@ import hydra
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from experiments.sweep import in_sweep, run_cell
+
 CONFIGS = str(Path(__file__).resolve().parent.parent / "configs")
+
+
+class Task:
+    """A command's `main` behind its guard. Pickles as the name of its module, so that any launcher's processes import it."""
+
+    def __init__(self, main: Callable[[DictConfig], object]) -> None:
+        self.main = main
+        functools.update_wrapper(self, main)
+
+    def __call__(self, cfg: DictConfig) -> object:
+        if in_sweep():
+            return run_cell(self.main, cfg, self.main.__code__.co_filename)
+        try:
+            return self.main(cfg)
+        except (ValueError, FileNotFoundError, FileExistsError, OmegaConfBaseException) as error:
+            if os.environ.get("DSPARK_TRACEBACK") == "1":
+                raise
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            sys.exit(1)
+
+    def __reduce__(self) -> tuple[Callable[[str], Task], tuple[str]]:
+        module = self.main.__module__
+        return task_of, (sys.modules["__main__"].__spec__.name if module == "__main__" else module,)
+
+
+def task_of(module: str) -> Task:
+    """The task of a command's module."""
+    return importlib.import_module(module).main.__wrapped__
 
 
 def command(config_name: str) -> Callable[[Callable[[DictConfig], object]], Callable[[], object]]:
@@ -20,19 +51,10 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], object]], Call
 
     ValueError, FileNotFoundError and configuration errors are the caller's to mend: they print as one line on stderr and
     exit with status 1. Anything else is a defect and keeps its traceback. DSPARK_TRACEBACK=1 shows every traceback.
+    A cell of a sweep never ends the sweep: see `experiments.sweep`.
     """
 
     def decorate(main: Callable[[DictConfig], object]) -> Callable[[], object]:
-        @functools.wraps(main)
-        def guarded(cfg: DictConfig) -> object:
-            try:
-                return main(cfg)
-            except (ValueError, FileNotFoundError, FileExistsError, OmegaConfBaseException) as error:
-                if os.environ.get("DSPARK_TRACEBACK") == "1":
-                    raise
-                print(f"error: {error}", file=sys.stderr, flush=True)
-                sys.exit(1)
-
-        return hydra.main(version_base="1.3", config_path=CONFIGS, config_name=config_name)(guarded)
+        return hydra.main(version_base="1.3", config_path=CONFIGS, config_name=config_name)(Task(main))
 
     return decorate

@@ -142,6 +142,8 @@ def admit(cfg: DictConfig, findings: list[Finding]) -> Patient:
             show(findings, [Finding("contract", False, str(error), "the configuration cannot be read")])
     if cache_path is not None:
         cache = FeatureCache.open(cache_path, verify="sizes")
+        for contract in list(contracts.values()):
+            cache = cache.for_draft(contract)
         contracts[f"cache {cache.path.name}"] = cache.contract()
     if draft is None and served is not None:
         draft = draft_of_folder(served, findings)

@@ -67,7 +67,7 @@ def replay_split(run: Run, cache: FeatureCache, *, split: str) -> dict[str, obje
     Writes `<run>/eval/<cache>-<split>/` and returns the summary. Raises ValueError for a cache of another verifier, or a
     split without documents.
     """
-    draft, _ = draft_for_cache(run, cache, "cpu")
+    draft, cache = draft_for_cache(run, cache, "cpu")
     documents = cache.select(split=split)
     if not documents:
         raise ValueError(f"{cache.path} has no documents of split {split!r}; it has {cache.manifest.splits}.")
@@ -95,7 +95,7 @@ def replay_sets(cfg: DictConfig) -> None:
     for run in runs:
         for path in listed(cfg.cache) or [run.manifest.data.get("cache")]:
             cache = caches.setdefault(str(path), open_cache(path, run))
-            draft, _ = draft_for_cache(run, cache, cfg.device)
+            draft, cache = draft_for_cache(run, cache, cfg.device)
             for temperature in listed(cfg.temperature) or [None]:
                 documents = select(cfg, cache, temperature)
                 name = "-".join(
@@ -127,13 +127,17 @@ def replay_sets(cfg: DictConfig) -> None:
     report(cfg, runs, measured, f"{replayed} documents replayed in {time.time() - started:.0f} s")
 
 
-def draft_for_cache(run: Run, cache: FeatureCache, device: str) -> tuple[Draft, Contract]:
-    """A run's best draft in fp32 with the cache's embeddings, after checking that the two belong together."""
+def draft_for_cache(run: Run, cache: FeatureCache, device: str) -> tuple[Draft, FeatureCache]:
+    """A run's best draft in fp32 with the cache's embeddings, and the cache with the layers that this draft reads.
+
+    Raises ValueError when the two do not belong together.
+    """
     draft, contract, _ = load_draft(run.checkpoint("best"), attention_backend="auto")
+    cache = cache.for_draft(contract)
     contract.check(cache.contract(), mine=f"run {run.path.name}", theirs=f"cache {cache.path}")
     draft = draft.float().to(device)
     draft.set_embedding(cache.verifier_weights()["embed_tokens.weight"], torch.float32)
-    return draft.eval(), contract
+    return draft.eval(), cache
 
 
 def open_cache(path: str | None, run: Run) -> FeatureCache:
@@ -620,7 +624,7 @@ def walk(cfg: DictConfig) -> None:
     """Write `walk.json`, `head_changes.parquet` and `transitions.parquet` for notebook 01."""
     (run,) = open_runs(cfg)[:1]
     cache = open_cache(next(iter(listed(cfg.cache)), run.manifest.data.get("cache")), run)
-    draft, _ = draft_for_cache(run, cache, "cpu")
+    draft, cache = draft_for_cache(run, cache, "cpu")
     verifier = load_verifier(cfg)
     decode_token = token_text(verifier)
     targets = CachedTargets(cache)
@@ -686,7 +690,7 @@ def benchmark(cfg: DictConfig) -> None:
     cache = open_cache(next(iter(listed(cfg.cache)), run.manifest.data.get("cache")), run)
     verifier = load_verifier(cfg)
     decoder = draft_for_verifier(run, verifier, cfg.draft_dtype)
-    draft, _ = draft_for_cache(run, cache, cfg.device)
+    draft, cache = draft_for_cache(run, cache, cfg.device)
     temperature = next(iter(listed(cfg.temperature)), 0.0)
     documents = select(cfg, cache, temperature)
     names = {"run_id": run.path.name, "dataset": "benchmark"}

@@ -61,6 +61,7 @@ def export(cfg: DictConfig) -> ExportReport:
     check_num_speculative_tokens(draft.config, cfg.num_speculative_tokens)
     cache = open_cache(cfg, run)
     if cache is not None:
+        cache = cache.for_draft(contract)
         contract.check(cache.contract(), mine=f"run {run.path.name}", theirs=f"cache {cache.path}")
     origin = origin_of(cfg, run, cache, facts)
     manifest, measured = run.manifest, measured_acceptance(run)

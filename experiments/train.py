@@ -7,7 +7,6 @@ reached and where the run is.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import time
@@ -18,6 +17,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
@@ -37,17 +37,24 @@ from experiments.build import (
     build_vocab,
     check_keys,
     response_counts,
+    tapped_layers,
 )
 from experiments.cli import command
 from experiments.collect import ensure_cache, load_verifier
 from experiments.evaluate import replay_split
+from experiments.sweep import Outcome, cell_overrides, config_sha, finished_run, in_sweep
 
 console = Console()
 
 
 @command("train")
-def main(cfg: DictConfig) -> None:
-    train(cfg)
+def main(cfg: DictConfig) -> Outcome:
+    skip = in_sweep() if cfg.skip_finished is None else bool(cfg.skip_finished)
+    done = finished_run(Path(cfg.runs), config_sha(cfg)) if skip else None
+    if done is None:
+        return Outcome(train(cfg), trained=True)
+    console.print(f"finished already: run {done.path}", highlight=False, soft_wrap=True)
+    return Outcome(done, trained=False)
 
 
 def train(cfg: DictConfig) -> Run:
@@ -60,7 +67,9 @@ def train(cfg: DictConfig) -> Run:
     L.seed_everything(cfg.seed, verbose=False)
     quiet()
     cache = ensure_cache(cfg)
+    cache = cache.with_taps(tapped_layers(cfg, cache.manifest))
     rows, validation = split_documents(cfg, cache)
+    steps = budgeted_steps(cfg, rows)
     precision = resolve_precision(cfg.trainer.precision, cfg.trainer.accelerator)
     frozen_dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
     vocab = build_vocab(cfg, cache.manifest, response_counts(cache, rows.documents))
@@ -71,7 +80,10 @@ def train(cfg: DictConfig) -> Run:
         start_weights(cfg, draft, contract, cache, rows.documents, vocab)
 
     run = resumed or start_run(cfg, cache, rows)
-    console.print(describe(cfg, draft, cache, rows, precision, run), highlight=False, soft_wrap=True)
+    if rank_zero_only.rank == 0:
+        console.print(
+            describe(cfg, draft, cache, rows, precision, steps, run), highlight=False, soft_wrap=True
+        )
     module = DraftModule(
         draft=draft,
         contract=contract,
@@ -87,11 +99,11 @@ def train(cfg: DictConfig) -> Run:
         rows=rows,
         validation=validation,
         rows_per_batch=int(cfg.trainer.rows_per_batch),
-        total_batches=int(cfg.trainer.max_steps) * int(cfg.trainer.accumulate),
+        total_batches=steps * int(cfg.trainer.accumulate),
         num_workers=int(cfg.trainer.num_workers),
         resident=bool(cfg.trainer.resident),
     )
-    trainer = build_trainer(cfg, run, rows, precision)
+    trainer = build_trainer(cfg, run, rows, precision, steps)
     try:
         training_started = time.time()
         trainer.fit(module, data, ckpt_path=checkpoint_path(run) if resumed else None, weights_only=False)
@@ -100,11 +112,12 @@ def train(cfg: DictConfig) -> Run:
             trainer.validate(module, datamodule=data, verbose=False)
         results = finish(cfg, run, cache, seconds, module, trainer)
     except BaseException as error:
-        run.finish(
-            "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", {"error": str(error)[:500]}
-        )
+        if trainer.is_global_zero:
+            status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            run.finish(status, {"error": str(error)[:500]})
         raise
-    console.print(last_line(run, results, time.time() - started), highlight=False, soft_wrap=True)
+    if trainer.is_global_zero:
+        console.print(last_line(run, results, time.time() - started), highlight=False, soft_wrap=True)
     return run
 
 
@@ -134,6 +147,22 @@ def split_documents(cfg: DictConfig, cache: FeatureCache) -> tuple[PackedRows, l
         dtype=torch.bfloat16,
     )
     return rows, validation
+
+
+def budgeted_steps(cfg: DictConfig, rows: PackedRows) -> int:
+    """Optimizer steps of the run: `max_steps`, or fewer where `max_tokens` is spent sooner, so that the cosine ends there too."""
+    options = cfg.trainer
+    if options.max_tokens is None:
+        return int(options.max_steps)
+    if not isinstance(options.devices, int):
+        raise ValueError(
+            f"trainer.max_tokens needs the number of processes, but trainer.devices is {options.devices!r}; give a number."
+        )
+    if not options.max_tokens > 0:
+        raise ValueError(f"trainer.max_tokens is {options.max_tokens}; expected a positive number, or null.")
+    processes = int(options.devices) * int(options.num_nodes)
+    rows_per_step = processes * int(options.rows_per_batch) * int(options.accumulate)
+    return min(int(options.max_steps), rows.steps_for(int(options.max_tokens), rows_per_step))
 
 
 def resolve_precision(precision: str, accelerator: str) -> str:
@@ -181,6 +210,11 @@ def start_weights(
         raise ValueError(f"head.init is {cfg.head.init!r}; expected bigram or zeros.")
     if cfg.draft.init == "verifier_layers":
         config = draft.config
+        if config.num_layers > config.num_verifier_layers:
+            raise ValueError(
+                f"draft.num_layers is {config.num_layers}, but the verifier has {config.num_verifier_layers} layers to start "
+                "from; use draft.init=random."
+            )
         verifier = load_verifier(cfg)
         cache.contract().check(
             Contract(verifier_sha=verifier.info.weights_sha),
@@ -198,49 +232,47 @@ def start_weights(
 
 
 def start_run(cfg: DictConfig, cache: FeatureCache, rows: PackedRows) -> Run:
-    """Create the run folder with everything needed to say what this run is."""
-    resolved = OmegaConf.to_yaml(cfg, resolve=True)
-    overrides = task_overrides()
+    """Create the run folder with everything needed to say what this run is. Only the first process writes it."""
+    overrides = cell_overrides()
     ablation = next(
         (o.split("=", 1)[1] for o in overrides if o.lstrip("+").startswith("ablation=")), "default"
     )
     label = cfg.label or ablation.strip("[]").replace(",", "+")
+    root, run_id = Path(cfg.runs), new_run_id(label, int(cfg.seed))
+    if rank_zero_only.rank != 0:
+        return Run(root / run_id)  # never written: results, checkpoints and loggers are the first process's
     manifest = cache.manifest
-    return Run.create(
-        Path(cfg.runs),
-        RunManifest(
-            run_id=new_run_id(label, int(cfg.seed)),
-            command=current_command(),
-            overrides=overrides,
-            config_sha=hashlib.sha256(resolved.encode()).hexdigest()[:12],
-            seed=int(cfg.seed),
-            verifier={
-                "name": manifest.verifier.name,
-                "weights_sha": manifest.verifier.weights_sha,
-                "revision": manifest.verifier.revision,
-            },
-            data={
-                "cache": str(cache.path),
-                "prompts_sha": manifest.prompts_sha,
-                "responses_by": manifest.responses_by,
-                "documents": len(rows.documents),
-                "cropped": rows.cropped,
-            },
-            parent={"warm_start": str(cfg.warm_start)} if cfg.warm_start else None,
-        ),
-        resolved,
+    described = RunManifest(
+        run_id=run_id,
+        command=current_command(),
+        overrides=overrides,
+        config_sha=config_sha(cfg),
+        seed=int(cfg.seed),
+        verifier={
+            "name": manifest.verifier.name,
+            "weights_sha": manifest.verifier.weights_sha,
+            "revision": manifest.verifier.revision,
+        },
+        data={
+            "cache": str(cache.path),
+            "prompts_sha": manifest.prompts_sha,
+            "responses_by": manifest.responses_by,
+            "documents": len(rows.documents),
+            "cropped": rows.cropped,
+        },
+        parent={"warm_start": str(cfg.warm_start)} if cfg.warm_start else None,
     )
-
-
-def task_overrides() -> list[str]:
-    """The overrides of this run as typed; empty when called from Python."""
-    from hydra.core.hydra_config import HydraConfig
-
-    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
+    resolved = OmegaConf.to_yaml(cfg, resolve=True)
+    for copy in range(2, 100):
+        try:
+            return Run.create(root, described, resolved)
+        except FileExistsError:  # two cells of a sweep that began in the same second
+            described.run_id = f"{run_id}-{copy}"
+    raise FileExistsError(f"{root} already has a hundred runs named {run_id}.")
 
 
 def describe(
-    cfg: DictConfig, draft: Draft, cache: FeatureCache, rows: PackedRows, precision: str, run: Run
+    cfg: DictConfig, draft: Draft, cache: FeatureCache, rows: PackedRows, precision: str, steps: int, run: Run
 ) -> str:
     """What is about to be trained, in a few lines."""
     config = draft.config
@@ -252,12 +284,12 @@ def describe(
         f"block {config.block_size} {layout} (N = {config.num_proposals}), head {config.head} rank {config.markov_rank}, "
         f"vocabulary {config.draft_vocab_size}/{config.vocab_size}, {trained / 1e6:.1f} M trained parameters\n"
         f"data {cache.path}: {len(rows.documents)} documents in {rows.rows_per_epoch} rows of {rows.seq_length} tokens; "
-        f"{cfg.trainer.max_steps} steps of {cfg.trainer.anchors} anchors, {precision}, "
+        f"{steps} steps of {cfg.trainer.anchors} anchors, {precision}, "
         f"decay_gamma {gamma if gamma is not None else 'off'}\nrun {run.path}"
     )
 
 
-def build_trainer(cfg: DictConfig, run: Run, rows: PackedRows, precision: str) -> L.Trainer:
+def build_trainer(cfg: DictConfig, run: Run, rows: PackedRows, precision: str, steps: int) -> L.Trainer:
     """Lightning's trainer; distribution is its strategies' business."""
     options = cfg.trainer
     callbacks: list[Callback] = [
@@ -267,7 +299,6 @@ def build_trainer(cfg: DictConfig, run: Run, rows: PackedRows, precision: str) -
     ]
     if options.progress:
         callbacks.append(RichProgressBar(leave=True))
-    steps = int(options.max_steps)
     return L.Trainer(
         max_steps=steps,
         max_epochs=-1,
@@ -304,7 +335,9 @@ def finish(
         "train_seconds": round(seconds, 1),
         "validation_tau": round(module.best_tau, 4),
     }
-    if cfg.test and trainer.is_global_zero:
+    if not trainer.is_global_zero:
+        return results
+    if cfg.test:
         results |= replay_split(run, cache, split="test")
     run.finish("complete", results)
     return results

@@ -186,6 +186,19 @@ class PackedRows(Dataset):
             self._epoch_rows = {epoch: rows}
         return self._epoch_rows[epoch]
 
+    def steps_for(self, tokens: int, rows_per_step: int) -> int:
+        """Optimizer steps until `tokens` document tokens were seen, each step taking the next `rows_per_step` rows.
+
+        Padding and what a row crops do not count. Rows are a function of the seed, so this needs no training.
+        """
+        seen, row = 0, 0
+        while seen < tokens:
+            epoch, place = divmod(row, self.rows_per_epoch)
+            documents = self.rows(epoch)[place]
+            used = min(sum(min(self.lengths[d], self.seq_length) for d in documents), self.seq_length)
+            seen, row = seen + used, row + 1
+        return -(-row // rows_per_step)
+
     def make_resident(self, device: torch.device | str) -> None:
         """Hold all features in `device` memory from here on; rows then come from there."""
         self.resident = ResidentFeatures(self.cache, self.documents, device)

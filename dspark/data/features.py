@@ -542,6 +542,12 @@ class FeatureCache:
         view._taps = columns if self._taps is None else [self._taps[c] for c in columns]
         return view
 
+    def for_draft(self, contract: Contract) -> FeatureCache:
+        """The cache with the layers that a draft reads; unchanged where it lacks one, for `Contract.check` to say so."""
+        wanted = contract.aux_layer_ids
+        captured = wanted is not None and set(wanted) <= set(self.manifest.aux_layer_ids)
+        return self.with_taps(wanted) if captured else self
+
     def verifier_weights(self) -> dict[str, Tensor]:
         """`embed_tokens.weight` [W, H], `norm.weight` [H], `lm_head.weight` [W, H] (the same tensor where tied)."""
         with safe_open(self.path / VERIFIER_FILE, framework="pt") as file:

@@ -38,7 +38,7 @@ from dspark.decode import DecodeSettings, Round, decode, responses
 from dspark.evaluation import CachedTargets, decode_tables, replay_tables, summarise
 from dspark.lossless import LogEntry, compare_greedy, conditional_test, read_log, two_sample_test
 from dspark.nn.draft import Draft
-from dspark.runs import Run, load_draft, write_table, write_text
+from dspark.runs import Run, code_version, current_command, load_draft, utc_now, write_table, write_text
 from dspark.verifier import COMPUTE_DTYPES, Verifier
 from dspark.walkthrough import head_changes, transitions, walk_block
 from experiments.cli import command
@@ -651,6 +651,7 @@ def walk(cfg: DictConfig) -> None:
         table = transitions(draft, counts.topk(14).indices.tolist(), decode_token, top=2)
         write_frames(out, {"transitions": table}, formats=("parquet",))
         written.append("transitions.parquet")
+    write_manifest(cfg, out, [run])
     console.print(
         f"[bold]block at token {anchor}[/bold] of document {info.doc_id} ({info.domain}): {record['kept']} of "
         f"{len(record['proposals'])} drafts kept; {', '.join(written)} in {out}",
@@ -848,6 +849,7 @@ def report(
         frames["paired"] = tables.paired_table(totals, a, b, **options)
     out = Path(cfg.out) if cfg.out else runs[0].path / "eval" / f"tables-{cfg.mode}"
     write_frames(out, frames)
+    write_manifest(cfg, out, runs, totals)
     title = "Acceptance (tau includes the bonus token; intervals by bootstrap over prompts)"
     print_table(title, frames["acceptance"], hide=("mode", "documents"))
     if "paired" in frames:
@@ -855,6 +857,37 @@ def report(
     if done is not None:
         last_line(cfg, measured, f"{done}; tables in {out}")
     return out
+
+
+def write_manifest(
+    cfg: DictConfig, out: Path, runs: Sequence[Run], totals: pd.DataFrame | None = None
+) -> None:
+    """What made the tables beside it: enough to name the runs, count what was measured and repeat the command."""
+    facts = {
+        "command": current_command(),
+        "finished": utc_now(),
+        "code": code_version(Path(__file__).resolve().parent.parent),
+        "bootstrap": OmegaConf.to_container(cfg.bootstrap),
+        "runs": {
+            run.path.name: {
+                key: getattr(run.manifest, key)
+                for key in ("command", "seed", "verifier", "data", "config_sha")
+            }
+            for run in runs
+        },
+    }
+    if totals is not None:
+        sets = totals.groupby(["dataset", "temperature"])
+        facts["sets"] = [
+            {
+                "dataset": dataset,
+                "temperature": temperature,
+                "prompts": int(rows["prompt_id"].nunique()),
+                "rounds": round(float(rows["rounds"].sum()), 1),
+            }
+            for (dataset, temperature), rows in sets
+        ]
+    write_text(out / "manifest.json", json.dumps(facts, indent=2) + "\n")
 
 
 def last_line(cfg: DictConfig, measured: Sequence[tuple[pd.DataFrame, pd.DataFrame]], done: str) -> None:

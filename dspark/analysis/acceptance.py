@@ -249,6 +249,11 @@ def visible(token: str) -> str:
     return shown.replace("$", r"\$") or "∅"
 
 
+def inline(text: str) -> str:
+    """Text in a line of Markdown, line ends shown and nothing in it read as markup."""
+    return "".join(f"\\{c}" if c in "\\`*_{}[]<>()#+-.!|$~" else c for c in text.replace("\n", "⏎ "))
+
+
 def _frame(x: int, y: int, kept: bool | None) -> Rectangle:
     edge = MUTED if kept is None else DOMAINS["code"] if kept else DOMAINS["chat"]
     return Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, fill=False, edgecolor=edge, linewidth=2.2)

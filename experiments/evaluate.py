@@ -61,8 +61,9 @@ def main(cfg: DictConfig) -> None:
 # ---- replay
 
 
-def replay_split(run: Run, cache: FeatureCache, *, split: str) -> dict[str, object]:
-    """Replay one split of a cache with a run's best draft: greedy drafts, every trained proposal.
+def replay_split(run: Run, cache: FeatureCache, *, split: str, limit: int | None = None) -> dict[str, object]:
+    """Replay one split of a cache, or `limit` documents spread over it, with a run's best draft: greedy drafts, every
+    trained proposal.
 
     Writes `<run>/eval/<cache>-<split>/` and returns the summary. Raises ValueError for a cache of another verifier, or a
     split without documents.
@@ -71,6 +72,7 @@ def replay_split(run: Run, cache: FeatureCache, *, split: str) -> dict[str, obje
     documents = cache.select(split=split)
     if not documents:
         raise ValueError(f"{cache.path} has no documents of split {split!r}; it has {cache.manifest.splits}.")
+    documents = spread(documents, limit)
     dataset = cache_label(cache, split)
     slots, rounds = replay_tables(
         draft,
@@ -155,7 +157,12 @@ def select(cfg: DictConfig, cache: FeatureCache, temperature: float | None) -> l
             f"{cache.path} has no documents of split {cfg.split}, domain {cfg.domain}, temperature {temperature}; it has splits "
             f"{cache.manifest.splits}, domains {cache.manifest.domains}, temperatures {facts}."
         )
-    count = min(len(documents), int(cfg.limit or len(documents)))
+    return spread(documents, cfg.limit)
+
+
+def spread(documents: list[int], limit: int | None) -> list[int]:
+    """`limit` of the documents at even distances, or all."""
+    count = min(len(documents), int(limit or len(documents)))
     return [documents[i * len(documents) // count] for i in range(count)]
 
 

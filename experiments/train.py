@@ -338,7 +338,7 @@ def finish(
     if not trainer.is_global_zero:
         return results
     if cfg.test:
-        results |= replay_split(run, cache, split="test")
+        results |= replay_split(run, cache, split="test", limit=cfg.test_documents)
     run.finish("complete", results)
     return results
 

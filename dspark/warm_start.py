@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from scipy.sparse import coo_matrix
+from scipy.sparse import coo_matrix, diags
 from scipy.sparse.linalg import svds
 from torch import Tensor
 
@@ -99,34 +99,49 @@ def start_from_bigrams(
     following: Int[Tensor, " E"],
     counts: Int[Tensor, " E"],
     *,
-    strength: float,
+    backbone_scale: float,
 ) -> None:
-    """Give the Markov table the best rank-R fit of `strength * positive pointwise mutual information` of the bigrams.
+    """Make the Markov head begin as the best rank-R bigram model of the responses, and the backbone as a whisper beside it.
 
-    PPMI is log(count(a,b) N / (count(a) count(b))) where positive: how much likelier b is after a than anywhere. The factor
-    matrices share the singular values evenly.
+    For a pair seen c times the target logit is log(1 + c / p(b)) above that of an unseen one: additive smoothing with the
+    unigram p as prior, up to a constant a row, which the softmax removes. The first rank holds log p(b); the others the
+    right singular vectors of the pair logits, rows weighted by the root of their count, onto which every row is projected.
+
+    `backbone_scale` multiplies the final norm: untrained hidden states through a full-scale norm would drown the table, and
+    the first hundred steps would be spent on unlearning them.
     """
     head = draft.markov_head
     if head is None:
         raise ValueError("head.init=bigram needs a sequential head; use head.init=zeros with head=none.")
     rows, columns = draft.config.vocab_size, draft.config.draft_vocab_size
     weight = counts.double()
-    total = weight.sum()
-    smooth = 1.0  # a pair seen once after a rare token says little: shrink its ratio
-    row_sum = torch.zeros(rows, dtype=torch.float64).index_add_(0, prev, weight)
-    column_sum = torch.zeros(columns, dtype=torch.float64).index_add_(0, following, weight)
-    ratio = weight * total / ((row_sum[prev] + smooth) * (column_sum[following] + smooth))
-    values = strength * ratio.log().clamp(min=0.0) * (weight / (weight + smooth))
+    unigram = torch.zeros(columns, dtype=torch.float64).index_add_(0, following, weight) + 0.5
+    unigram /= unigram.sum()
+    values = torch.log1p(weight / unigram[following])
     matrix = coo_matrix((values.numpy(), (prev.numpy(), following.numpy())), shape=(rows, columns)).tocsr()
-    rank = min(head.rank, rows - 1, columns - 1)
-    # The factorisation is part of the recipe, not of the run's seed.
-    left, singular, right = svds(matrix, k=rank, v0=np.ones(min(rows, columns)))
-    root = torch.from_numpy(singular.copy()).clamp(min=0.0).sqrt()
-    head.markov_w1.weight[:, :rank] = (torch.from_numpy(left.copy()) * root).float()
-    head.markov_w2.weight[:, :rank] = (torch.from_numpy(right.copy()).T * root).float()
-    # Tokens never seen as a previous token keep a small random row, so that they can still learn.
-    unseen = row_sum == 0
-    head.markov_w1.weight[unseen] *= 0.1
+    row_counts = torch.zeros(rows, dtype=torch.float64).index_add_(0, prev, weight)
+    rank = min(head.rank - 1, rows - 1, columns - 1)
+    head.markov_w1.weight.mul_(
+        0.01
+    )  # rows of tokens never seen keep a trace of noise, so that they can still learn
+    head.markov_w2.weight.zero_()
+    if rank >= 1:
+        # A fixed start vector: the factorisation is part of the recipe, not of the run's seed.
+        scaled = diags(row_counts.sqrt().numpy()) @ matrix
+        _, _, right = svds(scaled, k=rank, v0=np.ones(min(rows, columns)))
+        basis = torch.from_numpy(right.copy()).T  # [V, R-1]
+        projected = torch.from_numpy(matrix @ basis.numpy())
+        seen = row_counts > 0
+        balance = (
+            projected[seen].std() / basis.std()
+        ).sqrt()  # both factors at one scale, as one learning rate wants
+        head.markov_w1.weight[seen, 1 : rank + 1] = (projected[seen] / balance).float()
+        head.markov_w2.weight[:, 1 : rank + 1] = (basis * balance).float()
+    prior = unigram.log() - unigram.log().mean()
+    root = prior.std().sqrt()
+    head.markov_w1.weight[:, 0] = root.float()
+    head.markov_w2.weight[:, 0] = (prior / root).float()
+    draft.norm.weight.mul_(backbone_scale)
 
 
 def start_from_draft(

@@ -228,7 +228,9 @@ def start_weights(
         tap = min(range(len(config.aux_layer_ids)), key=lambda i: abs(config.aux_layer_ids[i] - first))
         start_from_verifier_layers(draft, layers, verifier.final_norm_weight(), tap, sample)
     if cfg.head.init == "bigram" and draft.markov_head is not None:
-        start_from_bigrams(draft, *bigram_counts([cache.tokens(d) for d in documents], vocab), strength=1.0)
+        start_from_bigrams(
+            draft, *bigram_counts([cache.tokens(d) for d in documents], vocab), backbone_scale=0.1
+        )
 
 
 def start_run(cfg: DictConfig, cache: FeatureCache, rows: PackedRows) -> Run:

@@ -21,7 +21,9 @@ out.json, rewritten after every cell
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 
 COUNTERS = {
@@ -168,8 +170,22 @@ def describe(llm, job, seconds):
     }
 
 
+def end_with_parent():
+    """Take the engine's processes along when whoever started this one is killed; only as the leader of its own group."""
+    parent = os.getppid()
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    if os.getpgrp() == os.getpid() and os.getsid(0) == os.getpid():
+        threading.Thread(target=watch, daemon=True).start()
+
+
 def main():
     job_path, out_path = sys.argv[1:3]
+    end_with_parent()
     with open(job_path) as file:
         job = json.load(file)
     from vllm import LLM

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -193,6 +194,36 @@ def test_engine_that_hangs_is_stopped(prompts, tmp_path):
             environment=environment,
         )
     assert time.monotonic() - started < 30
+
+
+def test_engine_ends_with_whoever_started_it(prompts, tmp_path):
+    """Kill the starter with a signal that no handler sees: the engine must not live on."""
+    install_fake_vllm(tmp_path / "site")
+    (tmp_path / "site" / "vllm.py").write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(120)\n"
+    )
+    (tmp_path / "job.json").write_text(json.dumps(job_for(prompts, [cell()])))
+    script = (
+        "import json, sys\nfrom pathlib import Path\nfrom dspark.serving import run_worker\n"
+        f"run_worker(sys.executable, json.loads(Path({str(tmp_path / 'job.json')!r}).read_text()), Path({str(tmp_path)!r}), 'x', "
+        f"timeout=100.0, environment={{'PYTHONPATH': {str(tmp_path / 'site')!r}}})\n"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parent.parent)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    pid = int((tmp_path / "pid").read_text())
+    starter.kill()
+    starter.wait()
+    while alive(pid):
+        assert time.monotonic() < deadline, "the engine outlived its starter"
+        time.sleep(0.2)
+
+
+def alive(pid: int) -> bool:
+    state = Path(f"/proc/{pid}/stat")
+    return state.is_file() and state.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_interpreter_that_does_not_exist_is_named(prompts, tmp_path):

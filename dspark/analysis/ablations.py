@@ -1,0 +1,212 @@
+"""Tables and figures of a grid of ablations: which rows differ from the baseline, where in the block, and at what cost.
+
+A row is one configuration trained with several seeds on one budget and evaluated on one set of prompts. tau is the plain mean over
+domains and includes the bonus token. Intervals resample prompts within each domain, the same ones for both rows, and seeds, the
+same ones where both rows have them: another sample of prompts and other seeds would land inside, as far as so few seeds can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, NullLocator
+
+from dspark.analysis.style import INK, MUTED
+
+PROMPT = ["domain", "prompt_id", "temperature"]
+BETTER, WORSE, SAME, FEW = "better", "worse", "not distinguishable", "too few seeds"
+SHADES = {BETTER: "#2a9d77", WORSE: "#d9653b", SAME: MUTED, FEW: MUTED}
+LINES = ["#3b6fb6", "#d9653b", "#2a9d77", "#c99a1f", "#8a6fb0", "#b44b8f"]
+
+
+def leaderboard_table(
+    totals: pd.DataFrame, runs: pd.DataFrame, *, baseline: str, draws: int, level: float, seed: int
+) -> pd.DataFrame:
+    """One row a label, best first: tau, its spread over seeds, tau by domain, and the difference to `baseline` with interval.
+
+    `totals` are prompt totals (`dspark.analysis.tables.prompt_totals`) of every run on the same prompts; `runs` has run_id, label,
+    seed, parameters and step_seconds, and columns that are equal within a label, which are passed on. `verdict` says whether the
+    interval excludes zero; below three shared seeds it says `too few seeds`.
+
+    Raises:
+        ValueError: if no run is labelled `baseline`, or a run lacks prompts that another one has.
+    """
+    labels = list(dict.fromkeys(runs["label"]))
+    if baseline not in labels:
+        raise ValueError(f"no run is labelled {baseline!r}; the labels are {', '.join(labels)}.")
+    order = list(runs["run_id"])
+    points, samples = _taus(totals, order, draws, seed)
+    rng = np.random.default_rng((seed, 1))
+    columns = {label: _by_seed(runs, order, label) for label in labels}
+    carried = [c for c in runs if c not in ("run_id", "label", "seed", "parameters", "step_seconds")]
+    rows = []
+    for label in labels:
+        mine, theirs = columns[label], columns[baseline]
+        own = runs[runs["label"] == label]
+        taus = points["all"][list(mine.values())]
+        shared = sorted(set(mine) & set(theirs))
+        low, high, difference = np.nan, np.nan, np.nan
+        if shared and label != baseline:
+            a, b = [mine[s] for s in shared], [theirs[s] for s in shared]
+            difference = float(np.mean(points["all"][a] - points["all"][b]))
+            gaps = samples["all"][:, a] - samples["all"][:, b]
+            picks = rng.integers(0, len(shared), size=gaps.shape)
+            tail = 100.0 * (1.0 - level) / 2.0
+            low, high = np.percentile(np.take_along_axis(gaps, picks, axis=1).mean(1), [tail, 100.0 - tail])
+        rows.append(
+            {
+                "label": label,
+                "tau": float(np.mean(taus)),
+                "tau_spread": float(np.std(taus, ddof=1)) if len(taus) > 1 else np.nan,
+                "difference": difference,
+                "difference_low": float(low),
+                "difference_high": float(high),
+                "verdict": _verdict(label == baseline, len(shared), low, high),
+                "seeds": len(mine),
+                **{
+                    f"tau_{d}": float(np.mean(v[list(mine.values())]))
+                    for d, v in points.items()
+                    if d != "all"
+                },
+                "parameters": int(own["parameters"].iloc[0]),
+                "step_seconds": float(own["step_seconds"].median()),
+                **{c: own[c].iloc[0] for c in carried},
+                "run_ids": " ".join(own["run_id"]),
+            }
+        )
+    return pd.DataFrame(rows).sort_values("tau", ascending=False, ignore_index=True)
+
+
+def position_gains(positions: pd.DataFrame, labels: Sequence[str], *, baseline: str) -> pd.DataFrame:
+    """Conditional acceptance by position of each label less the baseline's, in points: mean, least and most over shared seeds.
+
+    `positions` has label, seed, domain, position, reached and accepted. Columns: label, position, gain, gain_low, gain_high.
+    """
+    sums = positions.groupby(["label", "seed", "domain", "position"])[["reached", "accepted"]].sum()
+    rate = (sums["accepted"] / sums["reached"]).groupby(["label", "seed", "position"]).mean()
+    reference = rate.loc[baseline]
+    parts = []
+    for label in labels:
+        gaps = (rate.loc[label] - reference).dropna().groupby("position")
+        frame = pd.DataFrame({"gain": gaps.mean(), "gain_low": gaps.min(), "gain_high": gaps.max()})
+        parts.append(frame.reset_index().assign(label=label))
+    return pd.concat(parts, ignore_index=True)[["label", "position", "gain", "gain_low", "gain_high"]]
+
+
+def setting_curve(table: pd.DataFrame, setting: str) -> pd.DataFrame:
+    """The rows of a leaderboard that differ from the baseline in `setting` alone, and the baseline, by value: column `value`.
+
+    `changes` of a row reads like `draft.block_size: 8 -> 4`; a setting switched off (null) becomes infinity.
+    """
+    own = table[table["changes"].str.startswith(f"{setting}:") & ~table["changes"].str.contains(";")]
+    if own.empty:
+        return table.iloc[:0].assign(value=pd.Series(dtype=float))
+    texts = own["changes"].str.split(": ").str[1].str.split(" -> ")
+    start = _number(texts.iloc[0][0])
+    chosen = own.assign(value=[_number(pair[1]) for pair in texts])
+    base = table[table["changes"] == ""].assign(value=start)
+    return pd.concat([chosen, base]).sort_values("value", ignore_index=True)
+
+
+def plot_differences(table: pd.DataFrame, ax: Axes) -> Axes:
+    """Each row's tau less the baseline's with its interval; grey where the interval covers zero."""
+    rows = table[table["difference"].notna()].iloc[::-1]
+    y = np.arange(len(rows))
+    colours = rows["verdict"].map(SHADES)
+    ax.hlines(y, rows["difference_low"], rows["difference_high"], color=colours, linewidth=2.6, alpha=0.55)
+    ax.scatter(rows["difference"], y, color=colours, zorder=3)
+    ax.axvline(0.0, color=INK, linewidth=1, linestyle=(0, (2, 3)))
+    ax.set_yticks(y, rows["label"])
+    ax.set(xlabel="tau less the baseline's", ylabel="")
+    ax.grid(axis="y", visible=False)
+    return ax
+
+
+def plot_position_gain(gains: pd.DataFrame, ax: Axes) -> Axes:
+    """Conditional acceptance less the baseline's by position; bars reach from the least to the most over seeds."""
+    labels = list(dict.fromkeys(gains["label"]))
+    shifts = np.linspace(-0.12, 0.12, len(labels)) if len(labels) > 1 else [0.0]
+    for number, (label, shift) in enumerate(zip(labels, shifts, strict=True)):
+        rows = gains[gains["label"] == label]
+        x, colour = rows["position"] + shift, LINES[number % len(LINES)]
+        ax.vlines(x, 100 * rows["gain_low"], 100 * rows["gain_high"], color=colour, linewidth=2, alpha=0.4)
+        ax.plot(x, 100 * rows["gain"], "o-", color=colour, label=label)
+    ax.axhline(0.0, color=INK, linewidth=1, linestyle=(0, (2, 3)))
+    ax.set(xlabel="position in the block", ylabel="conditional acceptance, points over baseline")
+    ax.xaxis.set_major_locator(FixedLocator(sorted(set(gains["position"]))))
+    ax.legend()
+    return ax
+
+
+def plot_setting(curve: pd.DataFrame, ax: Axes, *, label: str, log: bool = False) -> Axes:
+    """tau against one setting; bars are one standard deviation over seeds. Infinity stands at the right edge as "off"."""
+    finite = curve.loc[np.isfinite(curve["value"]), "value"]
+    edge = 2.0 * finite.max() if len(finite) else 1.0
+    x = curve["value"].where(np.isfinite(curve["value"]), edge)
+    ax.errorbar(x, curve["tau"], yerr=curve["tau_spread"].fillna(0.0), fmt="o-", color=LINES[0], capsize=3)
+    base = curve["changes"] == ""
+    ax.plot(x[base], curve.loc[base, "tau"], "o", color=LINES[1], label="default", zorder=4, markersize=8)
+    if log:
+        ax.set_xscale("log", base=2)
+        ax.xaxis.set_minor_locator(NullLocator())
+    ax.set_xticks(x, ["off" if np.isinf(v) else f"{v:g}" for v in curve["value"]])
+    ax.set(xlabel=label, ylabel="tau (bonus included)")
+    ax.legend()
+    return ax
+
+
+def plot_cost(table: pd.DataFrame, ax: Axes, *, cost: str, label: str) -> Axes:
+    """tau against a cost column, one point a row; rows that differ from the baseline are coloured and named."""
+    for row in table.to_dict("records"):
+        named = row["verdict"] != SAME
+        colour = INK if row["verdict"] == "baseline" else SHADES[row["verdict"]]
+        ax.plot(row[cost], row["tau"], "o", color=colour, alpha=1.0 if named else 0.6)
+        if named:
+            at, offset = (row[cost], row["tau"]), (6, 3)
+            ax.annotate(row["label"], at, offset, textcoords="offset points", fontsize=8, color=colour)
+    ax.margins(x=0.2)
+    ax.set(xlabel=label, ylabel="tau (bonus included)")
+    return ax
+
+
+def _taus(
+    totals: pd.DataFrame, order: Sequence[str], draws: int, seed: int
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Point [runs] and resampled [draws, runs] tau by domain, and their plain mean under "all"."""
+    points, samples = {}, {}
+    for place, (domain, part) in enumerate(totals.groupby("domain")):
+        wide = part.groupby(["run_id", *PROMPT])[["rounds", "accepted"]].sum().unstack("run_id")
+        rounds, accepted = wide["rounds"].reindex(columns=order), wide["accepted"].reindex(columns=order)
+        if rounds.isna().to_numpy().any():
+            run = rounds.columns[rounds.isna().any()][0]
+            raise ValueError(
+                f"run {run} lacks {int(rounds[run].isna().sum())} prompts of {domain} that others have."
+            )
+        rng = np.random.default_rng((seed, 0, place))
+        weights = rng.multinomial(len(wide), np.full(len(wide), 1.0 / len(wide)), size=draws).astype(float)
+        r, a = rounds.to_numpy(), accepted.to_numpy()
+        points[domain] = 1.0 + a.sum(0) / r.sum(0)
+        samples[domain] = 1.0 + (weights @ a) / (weights @ r)
+    for values in (points, samples):
+        values["all"] = np.mean(list(values.values()), axis=0)
+    return points, samples
+
+
+def _by_seed(runs: pd.DataFrame, order: Sequence[str], label: str) -> dict[int, int]:
+    own = runs[runs["label"] == label]
+    return {int(s): order.index(r) for s, r in zip(own["seed"], own["run_id"], strict=True)}
+
+
+def _verdict(is_baseline: bool, seeds: int, low: float, high: float) -> str:
+    if is_baseline:
+        return "baseline"
+    if seeds < 3:
+        return FEW
+    return BETTER if low > 0 else WORSE if high < 0 else SAME
+
+
+def _number(text: str) -> float:
+    return float("inf") if text == "None" else float(text)

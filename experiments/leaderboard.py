@@ -37,7 +37,8 @@ from dspark.runs import (
 from experiments.cli import command
 from experiments.sweep import BESIDE_THE_POINT, config_sha
 
-# Settings that decide how much a run may learn from; an ablation that changes one of them is another budget.
+# Settings that decide how much a run may learn from; a run that changes one of them had another budget. Anchors a row are
+# left to ablations: the text seen is the same.
 BUDGET = (
     "trainer.max_steps",
     "trainer.max_minutes",

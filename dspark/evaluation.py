@@ -158,14 +158,15 @@ def decode_tables(
     slots: dict[str, list[object]] = {name: [] for name in SLOT_COLUMNS}
     table: dict[str, list[object]] = {name: [] for name in ROUND_COLUMNS}
     for step in rounds:
+        origin = origins[step.request]
         names = {
             "run_id": run_id,
             "dataset": dataset,
             "mode": "decode",
             "top_k": settings.top_k,
             "top_p": settings.top_p,
-            "draft_sampling": settings.draft_sampling,
-            **origins[step.request],
+            "draft_sampling": settings.draft_sampling if origin["temperature"] else "greedy",
+            **origin,
         }
         row = {
             "anchor": step.anchor,

@@ -91,6 +91,11 @@ def replay_split(run: Run, cache: FeatureCache, *, split: str, limit: int | None
 def replay_sets(cfg: DictConfig) -> None:
     """Replay every run on every cache and temperature asked for, then the table."""
     started = time.time()
+    if cfg.prompts is not None:
+        raise ValueError(
+            "mode=replay reads answers from a cache, not prompts. Use mode=decode, or collect the answers first: "
+            "python -m experiments.collect data=jsonl data.path=<file> name=<cache>, then cache=data/cache/<cache>."
+        )
     runs = open_runs(cfg)
     caches: dict[str, FeatureCache] = {}
     measured, replayed = [], 0

@@ -238,6 +238,7 @@ def test_truncated_run_folders_are_named(tiny, run, tmp_path):
         ({"num_proposals": 9}, "num_proposals is 9; this draft was trained for 1 to 4"),
         ({"draft_sampling": "sampled"}, "needs temperature > 0"),
         ({"run": None}, "no run given"),
+        ({"prompts": "gsm8k.jsonl"}, "mode=replay reads answers from a cache, not prompts"),
         ({"compare": ["a"]}, r"compare is \['a'\]; expected two run folders"),
     ],
 )

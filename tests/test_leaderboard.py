@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from dspark.analysis import ablations
 from dspark.config import Contract
@@ -39,11 +40,17 @@ ROWS = {
 }
 
 
+@functools.cache
+def composed(label: str, *extra: str) -> DictConfig:
+    budget = ["trainer.max_steps=600", "trainer.max_minutes=null"]
+    with initialize_config_dir(version_base="1.3", config_dir=CONFIGS):
+        return compose("train", ["verifier=tiny", f"+ablation={label}", *budget, *extra])
+
+
 def made_up_run(root: Path, label: str, seed: int, *extra: str, shift: float = 0.0, prompts: int = 12) -> Run:
     """A complete run folder whose drafts are kept with the baseline's rates plus `shift`; prompts share their luck."""
-    with initialize_config_dir(version_base="1.3", config_dir=CONFIGS):
-        budget = ["trainer.max_steps=600", "trainer.max_minutes=null"]
-        cfg = compose("train", ["verifier=tiny", f"+ablation={label}", f"seed={seed}", *budget, *extra])
+    cfg = composed(label, *extra).copy()
+    cfg.seed = seed
     name = f"20260101-000000-{label}-s{seed}"
     manifest = RunManifest(
         run_id=name,

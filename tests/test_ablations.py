@@ -154,9 +154,11 @@ def command(
         f"data.cache={cache.path}",
         f"runs={runs}",
     ]
+    # Overrides must stand together behind the flags; later ones win.
+    flags, typed = [o for o in overrides if o == "-m"], [o for o in overrides if o != "-m"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-m", "experiments.train", *TINY, *small, *overrides],
+        [sys.executable, "-m", "experiments.train", *flags, *TINY, *small, *typed],
         capture_output=True,
         text=True,
         cwd=cwd,

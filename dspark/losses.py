@@ -117,7 +117,7 @@ class VocabularyLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=inputs.device)
 
         active = rows.weights.nonzero().squeeze(-1)
-        for keep in active.split(chunk_rows):
+        for keep in active.split(chunk_rows) if len(active) else ():  # an empty tensor splits into one empty part
             positions, target_row = torch.unique(rows.target_row[keep], return_inverse=True)
             target = target_probabilities(
                 rows.target[positions].to(dtype),

@@ -23,7 +23,7 @@ ALONE = [{name: 1.0} for name in TERMS]
 MIXED = [{"ce": 0.1, "tv": 0.9}, dict.fromkeys(TERMS, 0.3)]
 
 
-def loss_weights(terms, **changes):  # noqa: ANN001, ANN003, ANN201
+def loss_weights(terms, **changes):
     values = {
         "terms": terms,
         "confidence": 1.0,
@@ -35,7 +35,7 @@ def loss_weights(terms, **changes):  # noqa: ANN001, ANN003, ANN201
     return LossWeights(**values)
 
 
-def random_rows(*, seed=0, m=23, h=16, r=5, v=19, w=30, positions=9, dtype=torch.float32):  # noqa: ANN001, ANN201
+def random_rows(*, seed=0, m=23, h=16, r=5, v=19, w=30, positions=9, dtype=torch.float32):
     g = torch.Generator().manual_seed(seed)
     head = torch.randn(w, h, generator=g, dtype=dtype)
     target = torch.randn(positions, h, generator=g, dtype=dtype)
@@ -52,7 +52,7 @@ def random_rows(*, seed=0, m=23, h=16, r=5, v=19, w=30, positions=9, dtype=torch
     return rows, head[:v], bias
 
 
-def plain_sum(rows, head, bias, weights, scale=1.0):  # noqa: ANN001, ANN201
+def plain_sum(rows, head, bias, weights, scale=1.0):
     logits = (rows.features @ head.T + rows.bias_features @ bias.T) * scale
     p = target_probabilities(rows.target, rows.target_lse, head, scale, weights.target_norm)[rows.target_row]
     return (plain_terms(logits, p, rows.labels, weights) * rows.weights).sum()
@@ -150,7 +150,7 @@ def test_garbage_in_padding_changes_no_bit_of_loss_gradient_or_metric():
     batch = random_batch(draft.config, anchors=20, rows=((23, 17), (12,)))
     assert not batch.anchor_valid.all()
 
-    def run(b):  # noqa: ANN001, ANN202
+    def run(b):
         draft.zero_grad()
         sums = draft_loss(draft, draft(b), b, weights, confidence_detach_inputs=False, chunk_rows=16)
         sums.numerator.backward()
@@ -210,3 +210,13 @@ def test_confidence_loss_by_hand():
 def test_wrong_loss_settings_say_what_is_expected(changes, message):
     with pytest.raises(ValueError, match=message):
         loss_weights(**{"terms": {"tv": 1.0}, **changes})
+
+
+def test_rows_without_any_weight_lose_nothing_and_have_zero_gradients():
+    rows, head, bias = random_rows(seed=5)
+    rows.weights.zero_()
+    value, stats = vocabulary_loss(rows, head, bias, loss_weights({"ce": 0.1, "tv": 0.9}), 1.0, 7)
+    gradients = torch.autograd.grad(value, [rows.features, rows.bias_features, bias])
+    assert float(value.detach()) == 0.0
+    assert not any(g.any() for g in gradients)
+    assert not stats.alpha.any()

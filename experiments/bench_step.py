@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -560,6 +561,7 @@ def measure(settings: Settings, say: Callable[[str], None]) -> list[dict[str, An
                 "not do the same work, so their times cannot be compared."
             )
     say("losses agree: " + ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items()))
+    load = os.getloadavg()[0]
     times, peaks = time_side_by_side(
         contenders, problem.device, warmup=settings.warmup, repeats=settings.repeats, say=say
     )
@@ -585,6 +587,7 @@ def measure(settings: Settings, say: Callable[[str], None]) -> list[dict[str, An
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "device_name": _device_name(problem.device),
+        "load_before": round(load, 2),
         "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
     }
     rows = []

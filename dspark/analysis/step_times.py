@@ -41,5 +41,5 @@ def draw_step_times(rows: pd.DataFrame, ax: Axes) -> Axes:
     ax.set_xlabel("milliseconds a step (median)")
     ax.set_xlim(right=1.12 * ax.get_xlim()[1])
     ax.grid(axis="y", visible=False)
-    ax.legend(loc="upper left", bbox_to_anchor=(0.0, -0.32), ncols=2)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.02, 1.05))
     return ax

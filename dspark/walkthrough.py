@@ -144,14 +144,19 @@ def head_changes(draft: Draft, batches: Sequence[DraftBatch], decode: Decode) ->
 
 @torch.no_grad()
 def transitions(draft: Draft, previous: Sequence[int], decode: Decode, *, top: int) -> pd.DataFrame:
-    """The bias a Markov head adds after each previous token, at the tokens it favours most after any of them.
+    """What a Markov head adds after each previous token beyond what it adds on average, at the tokens it favours most.
 
-    Columns: previous, next, bias (logits). Raises ValueError for heads whose bias depends on more than the previous token.
+    Softmax ignores what a row shares, and a column's mean is no transition, so both are taken off: the bias less its mean over
+    the draft vocabulary, less the mean of that over `previous`. Columns: previous, next, bias (logits).
+
+    Raises ValueError for heads whose bias depends on more than the previous token.
     """
     if draft.config.head != "vanilla":
         raise ValueError(f"head {draft.config.head!r} has no fixed transition table; only `vanilla` has one.")
     ids = torch.tensor(list(previous), device=draft.kept_ids.device)
     bias = draft.bias(draft.markov_head.markov_w1(ids), torch.float32)  # [P, V]
+    bias = bias - bias.mean(1, keepdim=True)
+    bias = bias - bias.mean(0, keepdim=True)
     favoured = list(dict.fromkeys(bias.topk(top, dim=-1).indices.flatten().tolist()))
     return pd.DataFrame(
         [

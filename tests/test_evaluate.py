@@ -298,6 +298,7 @@ def test_tables_by_hand():
     assert (row["conditional_1"], row["conditional_2"]) == pytest.approx((2 / 3, 1 / 2))
     assert (row["prompts"], row["rounds"]) == (2, 3)
     positions = tables.position_table(totals, **options).set_index("position")
+    assert positions["reached"].tolist()[:2] == pytest.approx([3, 2])
     assert positions["survival"].tolist()[:2] == pytest.approx([2 / 3, 1 / 3])
     # One round lost both tokens at position 1, one lost one token at position 2; nothing else is missing.
     assert positions["lost"].tolist() == pytest.approx([2 / 3, 1 / 3, 0.0])

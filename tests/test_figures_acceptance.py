@@ -35,7 +35,7 @@ def positions(domains=("math", "chat", "all")) -> pd.DataFrame:
             alive *= rate
             rows.append(
                 {
-                    "domain": domain, "position": i, "prompts": 20,
+                    "domain": domain, "position": i, "prompts": 20, "reached": 400.0,
                     "conditional": rate, "conditional_low": rate - 0.05, "conditional_high": rate + 0.05,
                     "survival": alive, "survival_low": alive - 0.05, "survival_high": alive + 0.05, "lost": lost,
                 }
@@ -57,6 +57,19 @@ def test_curves_show_every_domain_by_position(ax, draw, column):
     np.testing.assert_allclose(drawn["math"].get_ydata(), expected[column])
     assert drawn["math"].get_xdata().tolist() == [1, 2, 3]  # counted from 1, the rest beyond N left out
     assert len(ax.collections) == 3  # an interval each
+
+
+def test_rates_of_hardly_reached_positions_are_left_out(ax):
+    frame = positions(("math",))
+    frame.loc[frame["position"] == 3, "reached"] = 12.0
+    figures.plot_conditional_acceptance(frame, ax)
+    assert ax.lines[0].get_xdata().tolist() == [1, 2]
+
+
+def test_domains_never_share_a_colour():
+    labels = ["math", "self", "code", "law", "all"]
+    assert len(set(figures.colours(labels).values())) == len(labels)
+    assert len(set(figures.colours([str(i) for i in range(9)]).values())) == 9
 
 
 def test_lost_length_bars_add_up_to_the_block(ax):

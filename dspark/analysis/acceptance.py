@@ -22,15 +22,21 @@ PALE = LinearSegmentedColormap.from_list("pale", ["#ffffff", "#dce8f5", "#8fb4e3
 def colours(labels: list[str]) -> dict[str, tuple[float, float, float]]:
     """A fixed colour for known domains, and distinct ones for everything else."""
     unknown = [label for label in labels if label not in DOMAINS]
-    few = [DOMAINS["math"], DOMAINS["chat"], DOMAINS["code"], "#8a6fb0", "#c99a1f"]
+    taken = {DOMAINS[label] for label in labels if label in DOMAINS}
+    few = [shade for shade in (*list(DOMAINS.values())[1:4], "#8a6fb0", "#c99a1f") if shade not in taken]
     spare = few if len(unknown) <= len(few) else sns.color_palette("husl", len(unknown))
     shades = dict(zip(unknown, map(to_rgb, spare), strict=False))
     return {label: to_rgb(DOMAINS[label]) if label in DOMAINS else shades[label] for label in labels}
 
 
-def plot_conditional_acceptance(positions: pd.DataFrame, ax: Axes, *, hue: str = "domain") -> Axes:
-    """Paper fig. 2: is a proposal kept, given that every proposal before it was? Bands are bootstrap intervals."""
-    _curves(positions, ax, hue, "conditional")
+def plot_conditional_acceptance(
+    positions: pd.DataFrame, ax: Axes, *, hue: str = "domain", min_reached: float = 30.0
+) -> Axes:
+    """Paper fig. 2: is a proposal kept, given that every proposal before it was? Bands are bootstrap intervals.
+
+    Positions that fewer than `min_reached` rounds reached are left out: their rates are noise.
+    """
+    _curves(positions[positions["reached"] >= min_reached], ax, hue, "conditional")
     ax.set(xlabel="position in the block", ylabel="conditional acceptance", ylim=(0, 1.02))
     return percent(ax, "y")
 
@@ -160,7 +166,7 @@ def plot_transitions(transitions: pd.DataFrame, ax: Axes) -> Axes:
         vmin=-limit,
         vmax=limit,
         linewidths=0.5,
-        cbar_kws={"label": "bias of the logit", "shrink": 0.8},
+        cbar_kws={"label": "bias beyond the average", "shrink": 0.8},
         xticklabels=[visible(t) for t in following],
         yticklabels=[visible(t) for t in previous],
     )

@@ -67,13 +67,14 @@ def acceptance_table(totals: pd.DataFrame, *, draws: int, level: float, seed: in
 def position_table(totals: pd.DataFrame, *, draws: int, level: float, seed: int) -> pd.DataFrame:
     """Conditional acceptance and survival by position with intervals, and the length lost there; long form.
 
-    `lost` is how many tokens a round loses on average because this position was the first rejected:
+    `reached` is about how many rounds kept everything before the position. `lost` is how many tokens a round loses on average because this position was the first rejected:
     P(rejected at i) * (N - i + 1). Position N + 1 holds the rest of N - mean accepted: proposals beyond the text, or not made.
     """
     width = num_proposals(totals)
     rows = []
     for labels, point, sample, sizes in _cells(totals, draws, seed):
         conditional, survival, lost = np.split(point[1:], [width, 2 * width])
+        reached = sizes["rounds"] * np.concatenate([[1.0], survival[:-1]])
         for i in range(width):
             low, high = _interval(sample[:, 1 + i], level, sizes)
             survival_low, survival_high = _interval(sample[:, 1 + width + i], level, sizes)
@@ -82,6 +83,7 @@ def position_table(totals: pd.DataFrame, *, draws: int, level: float, seed: int)
                     **labels,
                     "prompts": sizes["prompts"],
                     "position": i + 1,
+                    "reached": reached[i],
                     "conditional": conditional[i],
                     "conditional_low": low,
                     "conditional_high": high,

@@ -683,4 +683,3 @@ def contract_of_export(served: Served) -> Contract:
     facts = {k: recorded.get(k) for k in ("verifier_sha", "tokenizer_sha", "last")}
     known = {k: v for k, v in facts.items() if v is not None}
     return replace(contract.merged(**known), num_verifier_layers=None if layers == 10_000 else layers)
-

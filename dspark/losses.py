@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -116,39 +117,27 @@ class VocabularyLoss(torch.autograd.Function):
         grad_bias = None
         total = torch.zeros((), dtype=torch.float32, device=inputs.device)
 
+        fused = _has_kernel(inputs.device, weights)
         active = rows.weights.nonzero().squeeze(-1)
         for keep in active.split(chunk_rows) if len(active) else ():  # an empty tensor splits into one empty part
             positions, target_row = torch.unique(rows.target_row[keep], return_inverse=True)
-            target = target_probabilities(
-                rows.target[positions].to(dtype),
-                rows.target_lse[positions],
-                head_weight,
-                logit_scale,
-                weights.target_norm,
-            )
-            labels = rows.labels[keep]
-            ce_labels = labels
-            if weights.ce_label == "target_top1":
-                ce_labels = maximum_and_index(target)[1][target_row]
-            row_weights = rows.weights[keep]
+            states, lse = rows.target[positions].to(dtype), rows.target_lse[positions]
+            labels, row_weights = rows.labels[keep], rows.weights[keep]
             chunk = inputs[keep]
             logits = chunk @ joint.T
-            finished = []
-            # Large products, small element-wise blocks: the latter stay in cache, and each block's gradient replaces its logits.
-            for part in row_blocks(logits):
-                values, grad = terms_with_gradient(
-                    _scaled(logits[part].float(), logit_scale),
-                    target[target_row[part]],
-                    labels[part],
-                    ce_labels[part],
-                    weights,
-                    row_weights[part] if need_grad else None,
-                )
-                finished.append(vars(values).values())
-                if need_grad:
-                    logits[part] = _scaled(grad, logit_scale)
-            for name, parts in zip(vars(stats), zip(*finished, strict=True), strict=True):
-                getattr(stats, name)[keep] = torch.cat(parts)
+            values = (_fused_chunk if fused else _chunk)(
+                logits,
+                states,
+                lse,
+                target_row,
+                labels,
+                row_weights if need_grad else None,
+                head_weight,
+                weights,
+                logit_scale,
+            )
+            for name, value in zip(vars(stats), values, strict=True):
+                getattr(stats, name)[keep] = value
             total += (stats.loss[keep] * row_weights).sum()
             if need_grad:
                 grad_inputs[keep] = logits @ joint
@@ -170,6 +159,73 @@ class VocabularyLoss(torch.autograd.Function):
             return grad_features, None, None, None, None, None, None, None
         grad_bias_features = grad_inputs[:, ctx.hidden :] * grad_total.to(grad_inputs.dtype)
         return grad_features, grad_bias_features, grad_bias * grad_total, None, None, None, None, None
+
+
+def _chunk(
+    logits: Float[Tensor, "M V"],
+    states: Float[Tensor, "P H"],
+    lse: Float[Tensor, " P"],
+    target_row: Int[Tensor, " M"],
+    labels: Int[Tensor, " M"],
+    row_weights: Float[Tensor, " M"] | None,
+    head_weight: Float[Tensor, "V H"],
+    weights: LossWeights,
+    logit_scale: float,
+) -> list[Float[Tensor, " M"]]:
+    """`RowStats` fields of one chunk; with `row_weights`, the gradient takes the place of `logits`."""
+    target = target_probabilities(states, lse, head_weight, logit_scale, weights.target_norm)
+    ce_labels = labels if weights.ce_label == "text" else maximum_and_index(target)[1][target_row]
+    finished = []
+    # Large products, small element-wise blocks: the latter stay in cache, and each block's gradient replaces its logits.
+    for part in row_blocks(logits):
+        values, grad = terms_with_gradient(
+            _scaled(logits[part].float(), logit_scale),
+            target[target_row[part]],
+            labels[part],
+            ce_labels[part],
+            weights,
+            None if row_weights is None else row_weights[part],
+        )
+        finished.append(vars(values).values())
+        if grad is not None:
+            logits[part] = _scaled(grad, logit_scale)
+    return [torch.cat(parts) for parts in zip(*finished, strict=True)]
+
+
+def _fused_chunk(
+    logits: Float[Tensor, "M V"],
+    states: Float[Tensor, "P H"],
+    lse: Float[Tensor, " P"],
+    target_row: Int[Tensor, " M"],
+    labels: Int[Tensor, " M"],
+    row_weights: Float[Tensor, " M"] | None,
+    head_weight: Float[Tensor, "V H"],
+    weights: LossWeights,
+    logit_scale: float,
+) -> list[Float[Tensor, " M"]]:
+    """`_chunk` with everything after the two products in one kernel."""
+    from dspark.kernels import loss_terms
+
+    stats = loss_terms(
+        logits,
+        states @ head_weight.to(states.dtype).T,
+        target_row,
+        lse,
+        labels,
+        row_weights,
+        terms=weights.terms,
+        text_label=weights.ce_label == "text",
+        renormalise=weights.target_norm == "draft_vocab",
+        scale=logit_scale,
+        lk_eta=LK_ETA,
+    )
+    return list(stats)
+
+
+def _has_kernel(device: torch.device, weights: LossWeights) -> bool:
+    """Whether the terms asked for have a kernel on this device: all but rkl and jsd, where Triton is."""
+    needed = {name for name, weight in weights.terms.items() if weight}
+    return device.type == "cuda" and not needed & {"rkl", "jsd"} and find_spec("triton") is not None
 
 
 def vocabulary_loss(

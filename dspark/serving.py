@@ -33,13 +33,17 @@ VERIFIER_ALONE = "verifier"
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: a prompt set at one temperature and concurrency. `seed` None leaves sampling to the engine's own."""
+    """One measurement: a prompt set, or its first `limit` prompts, at one temperature and concurrency.
+
+    `seed` None leaves sampling to the engine's own.
+    """
 
     set: str
     temperature: float
     concurrency: int
     max_tokens: int
     seed: int | None
+    limit: int | None = None
 
 
 @dataclass(frozen=True)
@@ -321,7 +325,7 @@ class Server:
         before = self.counters()
         started = time.perf_counter()
         with ThreadPoolExecutor(cell.concurrency) as pool:
-            pending = {pool.submit(converse, prompt) for prompt in prompts}
+            pending = {pool.submit(converse, prompt) for prompt in prompts[: cell.limit]}
             requests: list[dict[str, Any]] = []
             while pending:
                 done, pending = wait(pending, return_when=FIRST_COMPLETED)

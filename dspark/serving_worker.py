@@ -1,4 +1,7 @@
-"""Run one vLLM engine over a job and write what it did: `python serving_worker.py job.json out.json`.
+"""Run one vLLM engine over a job and write what it did: `python serving_worker.py job.json out.json [go]`.
+
+With a third path, the engine starts and warms up, and measures once that file exists: engines that share a device can start
+side by side, which takes most of the time, and be measured one after the other.
 
 Stands alone: it imports vLLM and the standard library only, so it can be copied to a machine that has nothing else. One engine
 a process, since vLLM does not release a device reliably within one.
@@ -8,7 +11,8 @@ job.json
   engine        keyword arguments of vllm.LLM (dtype, max_model_len, attention_backend, ...)
   speculative   speculative_config, or null for the verifier alone
   sets          {name: [{"id": str, "turns": [str, ...]} or {"id": str, "token_ids": [int, ...]}, ...]}
-  cells         [{"set", "temperature", "concurrency", "max_tokens", "seed", "ignore_eos"}, ...] measured in order
+  cells         [{"set", "temperature", "concurrency", "max_tokens", "seed", "limit", "ignore_eos"}, ...] measured in order;
+                `limit` prompts of the set, or all
   warmup        requests to run and forget before the first cell
   template      options of the chat template, such as {"enable_thinking": false}
 
@@ -209,8 +213,10 @@ def main():
         first = job["cells"][0]
         cell = {**first, "concurrency": min(warmup, first["concurrency"]), "max_tokens": 16}
         run_cell(llm, job["sets"][first["set"]][:warmup], cell, template)
+    while len(sys.argv) > 3 and not os.path.exists(sys.argv[3]):
+        time.sleep(0.2)
     for cell in job["cells"]:
-        measured = run_cell(llm, job["sets"][cell["set"]], cell, template)
+        measured = run_cell(llm, job["sets"][cell["set"]][: cell.get("limit")], cell, template)
         result["cells"].append(measured)
         write(out_path, result)
         rate = measured["output_tokens"] / measured["seconds"]

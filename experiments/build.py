@@ -19,13 +19,13 @@ TRAIN_GROUPS = {
         "num_layers intermediate_size num_heads num_kv_heads head_dim rms_norm_eps rope_theta max_position_embeddings "
         "vocab_size block_size sample_from_anchor layer_types sliding_window taps attention_backend init"
     ),
-    "head": "kind rank init",
+    "head": "kind rank init backbone_scale",
     "confidence": "enabled use_prev_embedding detach_inputs",
     "loss": "terms confidence decay_gamma ce_label target_norm",
     "optimizer": "lr head_lr warmup_steps min_lr_ratio weight_decay betas",
     "trainer": (
         "max_steps max_minutes max_tokens seq_length anchors rows_per_batch accumulate precision clip val_every val_documents log_every "
-        "num_workers resident chunk_rows accelerator devices num_nodes strategy max_bad_fraction progress"
+        "num_workers resident compile chunk_rows accelerator devices num_nodes strategy max_bad_fraction progress"
     ),
 }
 

@@ -62,14 +62,14 @@ def main(cfg: DictConfig) -> None:
 
 
 def replay_split(run: Run, cache: FeatureCache, *, split: str, limit: int | None = None) -> dict[str, object]:
-    """Replay one split of a cache, or `limit` documents spread over it, with a run's best draft: greedy drafts, every
-    trained proposal.
+    """Replay one split's greedy answers (all of them, or `limit` spread over the split) with a run's best draft: greedy
+    drafts, every trained proposal. A cache without greedy answers is replayed as it is.
 
     Writes `<run>/eval/<cache>-<split>/` and returns the summary. Raises ValueError for a cache of another verifier, or a
     split without documents.
     """
     draft, cache = draft_for_cache(run, cache, "cpu")
-    documents = cache.select(split=split)
+    documents = cache.greedy_first(split)
     if not documents:
         raise ValueError(f"{cache.path} has no documents of split {split!r}; it has {cache.manifest.splits}.")
     documents = spread(documents, limit)

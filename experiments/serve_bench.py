@@ -51,7 +51,7 @@ def serve_bench(cfg: DictConfig) -> pd.DataFrame:
         raise ValueError(f"draft_sampling is {cfg.draft_sampling!r}; expected auto, greedy or probabilistic.")
     sets = {Path(p).stem: read_prompts(Path(p), cfg.limit) for p in cfg.prompts}
     cells = [
-        Cell(name, float(t), int(c), int(cfg.max_tokens), cfg.seed)
+        Cell(name, float(t), int(c), int(cfg.max_tokens), cfg.seed, int(c) * int(cfg.waves) if cfg.waves else None)
         for t in cfg.temperatures
         for c in cfg.concurrencies
         for name in sets

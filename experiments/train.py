@@ -11,6 +11,7 @@ import logging
 import os
 import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import lightning as L
@@ -72,12 +73,16 @@ def train(cfg: DictConfig) -> Run:
     steps = budgeted_steps(cfg, rows)
     precision = resolve_precision(cfg.trainer.precision, cfg.trainer.accelerator)
     frozen_dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
+    earlier = WarmStart.open(cfg.warm_start) if cfg.warm_start and resumed is None else None
     vocab = build_vocab(cfg, cache.manifest, response_counts(cache, rows.documents))
+    if earlier is not None and len(earlier.draft.vocab) == len(vocab):
+        vocab = earlier.draft.vocab  # head rows mean its tokens, however often this cache's answers use them
     draft = build_draft(cfg, build_draft_config(cfg, cache.manifest, len(vocab)), cache, vocab, frozen_dtype)
+    draft.compile_regions = bool(cfg.trainer.compile)
     contract = cache.contract().merged(**{k: v for k, v in vars(draft.contract).items() if v is not None})
     cache.contract().check(draft.contract, mine=f"cache {cache.path}", theirs="the draft's configuration")
     if resumed is None:
-        start_weights(cfg, draft, contract, cache, rows.documents, vocab)
+        start_weights(cfg, draft, contract, cache, rows.documents, vocab, earlier)
 
     run = resumed or start_run(cfg, cache, rows)
     if rank_zero_only.rank == 0:
@@ -129,9 +134,9 @@ def quiet() -> None:
 
 
 def split_documents(cfg: DictConfig, cache: FeatureCache) -> tuple[PackedRows, list[int]]:
-    """Training rows and the validation documents, evenly spread over the split."""
+    """Training rows and the validation documents: the split's greedy answers, evenly spread."""
     train_documents = cache.select(split="train")
-    validation = cache.select(split="validation")
+    validation = cache.greedy_first("validation")
     if not validation:
         raise ValueError(
             f"{cache.path} has no validation documents; collect prompts of a `validation` split too."
@@ -187,6 +192,21 @@ def verifier_norm(cache: FeatureCache) -> tuple[torch.Tensor, float] | None:
     return cache.verifier_weights()["norm.weight"], cache.manifest.verifier.rms_norm_eps
 
 
+@dataclass(frozen=True)
+class WarmStart:
+    """The draft to start from, its contract, and where it lies."""
+
+    draft: Draft
+    contract: Contract
+    folder: Path
+
+    @classmethod
+    def open(cls, run: str) -> WarmStart:
+        folder = Run.open(run).checkpoint("best")
+        draft, contract, _ = load_draft(folder, attention_backend="grouped")
+        return cls(draft, contract, folder)
+
+
 def start_weights(
     cfg: DictConfig,
     draft: Draft,
@@ -194,15 +214,18 @@ def start_weights(
     cache: FeatureCache,
     documents: list[int],
     vocab: VocabMap,
+    earlier: WarmStart | None,
 ) -> None:
     """Set the trainable weights' start: an earlier draft, or the verifier's layers and a bigram table as configured."""
-    if cfg.warm_start:
-        folder = Run.open(cfg.warm_start).checkpoint("best")
-        earlier, earlier_contract, _ = load_draft(folder, attention_backend="grouped")
+    if earlier is not None:
         kept = start_from_draft(
-            draft, earlier, earlier_contract, current=contract, convert_layout=bool(cfg.convert_layout)
+            draft,
+            earlier.draft,
+            earlier.contract,
+            current=contract,
+            convert_layout=bool(cfg.convert_layout),
         )
-        console.print(f"warm start from {folder}" + (f"; new: {', '.join(kept)}" if kept else ""))
+        console.print(f"warm start from {earlier.folder}" + (f"; new: {', '.join(kept)}" if kept else ""))
         return
     if cfg.draft.init not in ("verifier_layers", "random"):
         raise ValueError(f"draft.init is {cfg.draft.init!r}; expected verifier_layers or random.")
@@ -229,7 +252,9 @@ def start_weights(
         start_from_verifier_layers(draft, layers, verifier.final_norm_weight(), tap, sample)
     if cfg.head.init == "bigram" and draft.markov_head is not None:
         start_from_bigrams(
-            draft, *bigram_counts([cache.tokens(d) for d in documents], vocab), backbone_scale=0.1
+            draft,
+            *bigram_counts([cache.tokens(d) for d in documents], vocab),
+            backbone_scale=float(cfg.head.backbone_scale),
         )
 
 
@@ -350,8 +375,8 @@ def last_line(run: Run, results: dict[str, object], seconds: float) -> str:
         return f"done in {seconds:.0f} s: validation tau {results['validation_tau']}; run {run.path}"
     alpha = " ".join(f"{value:.2f}" for value in results["alpha"])
     return (
-        f"[bold]tau {results['tau']:.3f}[/bold] on {results['documents']} held-out test documents "
-        f"(greedy drafts, bonus token included), mean accepted {results['accepted']:.3f}, alpha@1..{len(results['alpha'])} {alpha}; "
+        f"[bold]tau {results['tau']:.3f}[/bold] on {results['documents']} held-out greedy answers "
+        f"(bonus token included), mean accepted {results['accepted']:.3f}, alpha@1..{len(results['alpha'])} {alpha}; "
         f"{results['train_seconds']:.0f} s of training, {seconds:.0f} s in all; run {run.path}"
     )
 

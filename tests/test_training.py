@@ -79,7 +79,7 @@ def test_a_run_leaves_everything_that_says_what_it_was(tiny_cache, tmp_path):
     manifest = run.manifest
     assert manifest.status == "complete"
     assert manifest.results["steps"] == 6
-    assert manifest.results["documents"] == 6
+    assert manifest.results["documents"] == len(tiny_cache.select(split="test", temperature=0.0)) == 3
     assert manifest.data["documents"] == len(tiny_cache.select(split="train"))
     assert {"tau", "accepted", "alpha", "train_seconds"} <= set(manifest.results)
     for name in (
@@ -149,6 +149,19 @@ def test_warm_start_copies_weights_and_refuses_the_other_layout(tiny_cache, tmp_
         tiny_cache, tmp_path, *still, "draft.sample_from_anchor=true", "convert_layout=true", "label=c"
     )
     assert converted.manifest.status == "complete"
+
+
+def test_warm_start_keeps_the_vocabulary_its_weights_were_trained_for(tiny_cache, tmp_path, monkeypatch):
+    pruned = "draft.vocab_size=200"
+    with monkeypatch.context() as other_data:  # answers in which the highest ids are the most frequent
+        other_data.setattr("experiments.train.response_counts", lambda cache, documents: torch.arange(272))
+        first = trained(tiny_cache, tmp_path, pruned)
+    still = ("trainer.max_steps=1", "optimizer.lr=0.0", "optimizer.head_lr=0.0", f"warm_start={first.path}")
+    again = trained(tiny_cache, tmp_path, *still, pruned, "label=warm")
+    assert weights_of(again)["kept_ids"].tolist() == list(range(72, 272))
+    assert weights_of(trained(tiny_cache, tmp_path, pruned, "label=cold"))["kept_ids"].tolist() != list(
+        range(72, 272)
+    )
 
 
 @pytest.mark.parametrize(

@@ -520,6 +520,14 @@ class FeatureCache:
             and (temperature is None or math.isclose(info.temperature, temperature))
         ]
 
+    def greedy_first(self, split: str) -> list[int]:
+        """The split's greedy answers where it has any, else all its documents.
+
+        Acceptance of greedy and of sampled text are two numbers (published tables keep them apart): a mean over both depends on
+        how a cache was mixed.
+        """
+        return self.select(split=split, temperature=0.0) or self.select(split=split)
+
     def with_taps(self, layer_ids: Sequence[int]) -> FeatureCache:
         """The same cache as if only these layers had been captured: documents and manifest carry `layer_ids` alone.
 

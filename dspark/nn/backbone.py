@@ -7,7 +7,9 @@ names are those of served checkpoints, so exporting renames nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -43,7 +45,10 @@ class Rotary:
 
     def rotate(self, x: Float[Tensor, "... heads d"], dtype: torch.dtype) -> Float[Tensor, "... heads d"]:
         """Rotate-half convention: the first half of the dimensions pairs with the second. fp32 inside, `dtype` outside."""
-        return _Rotation.apply(x, self.cos.unsqueeze(-2), self.sin.unsqueeze(-2), dtype)
+        cos, sin = self.cos.unsqueeze(-2), self.sin.unsqueeze(-2)
+        if torch.compiler.is_compiling():  # the compiler derives the rotation back, and fuses both
+            return _Rotation.turned(x, cos, sin).to(dtype)
+        return _Rotation.apply(x, cos, sin, dtype)
 
 
 class _Rotation(torch.autograd.Function):
@@ -172,13 +177,35 @@ class Layer(nn.Module):
         context: tuple[Float[Tensor, "B S g d"], Float[Tensor, "B S g d"]],
         attention: Attends,
         first_query: int,
+        compiled: bool = False,
     ) -> Float[Tensor, "B A q H"]:
-        normed = self.input_layernorm(x)
-        k, v = self.self_attn.keys_values(normed, rotary)
-        x, normed = x[:, :, first_query:], normed[:, :, first_query:]
-        q = self.self_attn.queries(
-            normed, Rotary(rotary.cos[:, :, first_query:], rotary.sin[:, :, first_query:])
-        )
+        before, after = region(Layer.before_attention, compiled), region(Layer.after_attention, compiled)
+        q, k, v = before(self, x, rotary.cos, rotary.sin, first_query)
         mixed = attention.attend(q, *context, k, v)
+        return after(self, x[:, :, first_query:], mixed)
+
+    def before_attention(
+        self, x: Float[Tensor, "B A Q H"], cos: Tensor, sin: Tensor, first_query: int
+    ) -> tuple[Float[Tensor, "B A q h d"], Float[Tensor, "B A Q g d"], Float[Tensor, "B A Q g d"]]:
+        """Queries of the slots from `first_query` on, keys and values of all."""
+        normed = self.input_layernorm(x)
+        k, v = self.self_attn.keys_values(normed, Rotary(cos, sin))
+        rotary = Rotary(cos[:, :, first_query:], sin[:, :, first_query:])
+        return self.self_attn.queries(normed[:, :, first_query:], rotary), k, v
+
+    def after_attention(
+        self, x: Float[Tensor, "B A q H"], mixed: Float[Tensor, "B A q h d"]
+    ) -> Float[Tensor, "B A q H"]:
         x = x + self.self_attn.o_proj(mixed.flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def region(function: Callable, compiled: bool) -> Callable:
+    """`function`, or its compiled form, in which norms, rotations and gates between matrix products are single kernels and
+    what can be recomputed cheaply is not kept for the backward pass."""
+    return _compiled(function) if compiled else function
+
+
+@cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=False, fullgraph=True)

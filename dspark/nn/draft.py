@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dspark.blocks import Blocks, DraftBatch, build_blocks, visible, visible_in_block
 from dspark.config import Contract, DraftConfig
 from dspark.nn.attention import plan_attention
-from dspark.nn.backbone import Layer, RMSNorm, Rotary
+from dspark.nn.backbone import Attention, Layer, RMSNorm, Rotary, region
 from dspark.nn.confidence import ConfidenceHead
 from dspark.nn.heads import build_head
 from dspark.vocab import VocabMap
@@ -61,6 +61,7 @@ class Draft(nn.Module):
         super().__init__()
         self.config = config
         self.attention_backend = attention_backend
+        self.compile_regions = True  # on CUDA, in training
         self.fc = nn.Linear(config.hidden_size * len(config.aux_layer_ids), config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
@@ -129,10 +130,12 @@ class Draft(nn.Module):
 
         x = self._embed(blocks.slot_ids, context.dtype)  # [B, A, Q, H]
         last = len(self.layers) - 1
+        # Replay, whose documents all have other lengths, runs without gradient: compiling for each would never end.
+        compiled = self.compile_regions and context.is_cuda and torch.is_grad_enabled()
         for i, layer in enumerate(self.layers):
-            keys_values = layer.self_attn.keys_values(context, rotary_context)
+            keys_values = region(Attention.keys_values, compiled)(layer.self_attn, context, rotary_context)
             first_query = self.config.first_slot if i == last else 0
-            x = layer(x, rotary_block, keys_values, plans[layer.window], first_query)
+            x = layer(x, rotary_block, keys_values, plans[layer.window], first_query, compiled)
         hidden = self.norm(x)  # [B, A, N, H]
         previous = self.previous_embedding(blocks.prev_ids)
         features = None if previous is None else self.markov_head.block(previous, hidden)

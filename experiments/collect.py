@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.text import Text
 
 from dspark.data.capture import capture_documents, recheck
+from dspark.data.engine_log import engine_documents, read_engine_log
 from dspark.data.features import (
     MANIFEST,
     SPLITS,
@@ -335,8 +336,10 @@ def token_level_set(
         token_set = TokenSet.load(EMBEDDED if data.path == "embedded" else data.path)
         token_set.check_verifier(verifier.info)
         return token_set
+    if data.kind == "engine":
+        return engine_set(cfg, verifier, mask_token_id)
     if data.kind not in ("templates", "jsonl"):
-        raise ValueError(f"data.kind is {data.kind!r}; expected tokens, templates, jsonl or foreign.")
+        raise ValueError(f"data.kind is {data.kind!r}; expected tokens, templates, jsonl, engine or foreign.")
     if estimate:
         raise ValueError(
             f"estimate=true needs to know how long the answers are; data={data.name} has prompts only. Generate the answers first "
@@ -344,6 +347,31 @@ def token_level_set(
         )
     prompts, skipped = read_prompts(cfg, verifier)
     return answered(cfg, verifier, prompts, skipped, mask_token_id, stem)
+
+
+def engine_set(cfg: DictConfig, verifier: Verifier, mask_token_id: int) -> TokenSet:
+    """Answers of an engine that served this verifier."""
+    data = cfg.data
+    job, result = read_engine_log(data.path)
+    documents, skipped = engine_documents(
+        verifier,
+        job,
+        result,
+        sets=list(data.sets) if data.sets else None,
+        concurrency=data.concurrency,
+        domains=dict(data.domains),
+        split=str(data.split),
+        mask_token_id=mask_token_id,
+    )
+    engine = {k: result["engine"].get(k) for k in ("vllm", "torch", "device", "arguments")}
+    return TokenSet.create(
+        documents,
+        verifier=verifier.info,
+        command=current_command(),
+        generation={"engine": engine, "cells": [d for d in job["cells"] if not data.sets or d["set"] in data.sets]},
+        dataset=f"{data.name}:{Path(data.path).name}",
+        skipped=skipped,
+    )
 
 
 def read_prompts(cfg: DictConfig, verifier: Verifier) -> tuple[list[Prompt], Counter[str]]:

@@ -28,6 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from dspark import pretrained
 from dspark.config import Contract, DraftConfig
 from dspark.nn.draft import Draft
 
@@ -119,8 +120,13 @@ class Run:
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
-        """An existing run. Raises FileNotFoundError that says what is missing and what runs there are."""
+        """An existing run; `pretrained` is the draft that comes with the package, unpacked when first opened.
+
+        Raises FileNotFoundError that says what is missing and what runs there are.
+        """
         path = Path(path)
+        if path == pretrained.FOLDER or (path == Path(pretrained.NAME) and not path.exists()):
+            path = pretrained.pretrained_folder()
         if not (path / "manifest.json").is_file():
             siblings = (
                 sorted(p.parent.name for p in path.parent.glob("*/manifest.json"))

@@ -69,7 +69,7 @@ def newest_run(root: Path) -> Run:
     complete = [p.parent.parent.parent for p in root.glob("*/checkpoints/best/draft.json")]
     if not complete:
         raise ValueError(
-            f"no complete run in {root}/; train one (python -m experiments.train) or give run=<folder>."
+            f"no complete run in {root}/; train one (python -m experiments.train), give run=<folder>, or take run=pretrained."
         )
     return Run.open(max(complete, key=lambda path: Run.open(path).manifest.started))
 

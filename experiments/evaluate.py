@@ -773,7 +773,7 @@ def open_runs(cfg: DictConfig) -> list[Run]:
         )
     paths = listed(cfg.compare) or listed(cfg.run)
     if not paths:
-        raise ValueError("no run given: run=runs/<id>, or compare=[runs/<a>,runs/<b>].")
+        raise ValueError("no run given: run=runs/<id>, run=pretrained, or compare=[runs/<a>,runs/<b>].")
     runs = [Run.open(path) for path in paths]
     for run in runs:
         run.checkpoint("best")

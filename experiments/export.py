@@ -14,6 +14,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from dspark.card import measured_acceptance, model_card
+from dspark import pretrained
 from dspark.config import Contract
 from dspark.data.features import FeatureCache
 from dspark.export import (
@@ -155,17 +156,21 @@ def embedding(run: Run, cache: FeatureCache | None, draft: Draft, contract: Cont
     """
     if (run.path / FROZEN_FILE).is_file():
         return load_file(run.path / FROZEN_FILE)["embed_tokens.weight"]
-    if cache is None:
+    if cache is None and run.path == pretrained.FOLDER:
+        weights = dict.fromkeys(("embed_tokens.weight", "lm_head.weight"), pretrained.verifier_rows())
+    elif cache is None:
         raise ValueError(
             f"the embedding rows of run {run.path.name} are its verifier's, and its cache is not where it was "
             f"({run.manifest.data.get('cache', 'none recorded')}). Give cache=<folder>, or embed_tokens=false to let the engine alias "
             "its own."
         )
-    weights = cache.verifier_weights()
+    else:
+        weights = cache.verifier_weights()
     rows = weights["lm_head.weight"][draft.kept_ids]
     if not torch.equal(rows.to(torch.bfloat16), draft.lm_head.to(torch.bfloat16)):
+        source = f"cache {cache.path}" if cache else "its verifier"
         raise ValueError(
-            f"the frozen head rows of run {run.path.name} are not those of cache {cache.path} at the kept ids; the vocabulary map or "
+            f"the frozen head rows of run {run.path.name} are not those of {source} at the kept ids; the vocabulary map or "
             "the verifier is another one."
         )
     return weights["embed_tokens.weight"]

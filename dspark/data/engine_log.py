@@ -11,14 +11,29 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from dspark.data.responses import TokenDocument
-from dspark.verifier import Verifier
+
+
+@runtime_checkable
+class Templated(Protocol):
+    """What is needed of a verifier: its name, tokenizer and chat template (`dspark.verifier.Verifier` has them)."""
+
+    info: Any
+    tokenizer: Any
+
+    def chat_ids(
+        self,
+        messages: Sequence[dict[str, str]],
+        *,
+        add_generation_prompt: bool,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> list[int]: ...
 
 
 def engine_documents(
-    verifier: Verifier,
+    verifier: Templated,
     job: Mapping[str, Any],
     result: Mapping[str, Any],
     *,

@@ -368,7 +368,10 @@ def engine_set(cfg: DictConfig, verifier: Verifier, mask_token_id: int) -> Token
         documents,
         verifier=verifier.info,
         command=current_command(),
-        generation={"engine": engine, "cells": [d for d in job["cells"] if not data.sets or d["set"] in data.sets]},
+        generation={
+            "engine": engine,
+            "cells": [d for d in job["cells"] if not data.sets or d["set"] in data.sets],
+        },
         dataset=f"{data.name}:{Path(data.path).name}",
         skipped=skipped,
     )

@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from safetensors.torch import load_file
 
-from dspark.card import measured_acceptance, model_card
 from dspark import pretrained
+from dspark.card import measured_acceptance, model_card
 from dspark.config import Contract
 from dspark.data.features import FeatureCache
 from dspark.export import (

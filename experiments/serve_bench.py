@@ -51,7 +51,14 @@ def serve_bench(cfg: DictConfig) -> pd.DataFrame:
         raise ValueError(f"draft_sampling is {cfg.draft_sampling!r}; expected auto, greedy or probabilistic.")
     sets = {Path(p).stem: read_prompts(Path(p), cfg.limit) for p in cfg.prompts}
     cells = [
-        Cell(name, float(t), int(c), int(cfg.max_tokens), cfg.seed, int(c) * int(cfg.waves) if cfg.waves else None)
+        Cell(
+            name,
+            float(t),
+            int(c),
+            int(cfg.max_tokens),
+            cfg.seed,
+            int(c) * int(cfg.waves) if cfg.waves else None,
+        )
         for t in cfg.temperatures
         for c in cfg.concurrencies
         for name in sets
@@ -176,6 +183,7 @@ def report(out: Path, table: pd.DataFrame, engines: dict[str, Any]) -> pd.DataFr
     write_table(table, out / "table.parquet")
     table.to_csv(out / "table.csv", index=False)
     write_text(out / "table.md", markdown(table))
+    draw(table, out / "table.png")
     manifest = {"command": current_command(), "at": utc_now(), "engines": engines}
     write_text(out / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     print(markdown(table), end="")
@@ -196,6 +204,34 @@ def report(out: Path, table: pd.DataFrame, engines: dict[str, Any]) -> pd.DataFr
         soft_wrap=True,
     )
     return table
+
+
+def draw(table: pd.DataFrame, path: Path) -> None:
+    """Speed-up by load for every temperature, and the engine's accept length against the prediction where there is one."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from dspark.analysis import serving as figures
+    from dspark.analysis.style import panels, use_style
+
+    sped = table[(table["set"] == figures.OVERALL) & (table["config"] != VERIFIER_ALONE)].dropna(
+        subset=["speed_up"]
+    )
+    predicted = table.dropna(subset=["predicted_accept_length", "accept_length"])
+    temperatures = sorted(sped["temperature"].unique())
+    if not temperatures and predicted.empty:
+        return
+    use_style()
+    axes = panels(len(temperatures) + (not predicted.empty), width=5.0, height=3.8, sharey=False)
+    for ax, temperature in zip(axes, temperatures, strict=False):
+        figures.plot_speed_up(table, ax, temperature=temperature)
+    if not predicted.empty:
+        loads = predicted.groupby("concurrency")["requests"].sum()
+        figures.plot_prediction(table, axes[-1], concurrency=int(loads.idxmax()))
+    plt.savefig(path)
+    plt.close("all")
 
 
 if __name__ == "__main__":

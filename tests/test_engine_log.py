@@ -72,14 +72,15 @@ def test_a_first_turn_of_another_length_means_another_template():
 
 def test_a_later_turn_whose_history_reads_differently_is_left_out():
     found, skipped = documents(result(request("0", 0, 4, "abc"), request("0", 1, 10, "ok")))
-    assert len(found) == 1 and skipped == {"history_rewritten": 1}
+    assert len(found) == 1
+    assert skipped == {"history_rewritten": 1}
 
 
 def test_cells_are_selected_by_name_and_load():
     with pytest.raises(ValueError, match=r"measured \(set, concurrency\): \[\('chat', 4\)\]"):
         documents(result(request("1", 0, 4, "well")), concurrency=16)
     found, _ = documents(result(request("1", 0, 4, "well"), temperature=1.0), sets=["chat"], concurrency=4)
-    assert found[0].temperature == 1.0 and found[0].domain == "chat"
+    assert (found[0].temperature, found[0].domain) == (1.0, "chat")
 
 
 def test_files_are_read_together_and_missing_ones_named(tmp_path):
@@ -91,4 +92,5 @@ def test_files_are_read_together_and_missing_ones_named(tmp_path):
         read_engine_log(tmp_path / "verifier.json")
     (tmp_path / "verifier.job.json").write_text(json.dumps(JOB))
     job, answers = read_engine_log(tmp_path / "verifier.json")
-    assert job == JOB and answers["cells"]
+    assert job == JOB
+    assert answers["cells"]

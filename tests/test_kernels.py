@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from dspark.kernels import loss_terms  # noqa: E402
-from dspark.losses import LK_ETA, LossWeights, terms_with_gradient  # noqa: E402
+from dspark.kernels import loss_terms
+from dspark.losses import LK_ETA, LossWeights, terms_with_gradient
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, STATES, SCALE = 13, 7, 0.7

@@ -36,10 +36,10 @@ def test_the_hash_follows_the_kept_ids():
 
 @pytest.mark.parametrize("kept", [[], [3, 1], [1, 1], [-1, 2], [1, 8]])
 def test_unsorted_repeated_or_foreign_ids_are_refused(kept):
-    with pytest.raises(ValueError, match="strictly increasing ids in 0..7"):
+    with pytest.raises(ValueError, match=r"strictly increasing ids in 0..7"):
         VocabMap(torch.tensor(kept, dtype=torch.int64), 8)
 
 
 def test_a_size_beyond_the_verifier_is_refused():
-    with pytest.raises(ValueError, match="expected 1 to 4"):
+    with pytest.raises(ValueError, match=r"expected 1 to 4"):
         VocabMap.most_frequent(torch.ones(4, dtype=torch.int64), 5)

@@ -182,7 +182,7 @@ def test_another_verifiers_head_is_refused(stem: Path, head: torch.Tensor, tmp_p
     other = head.clone()
     other[kept[3], 0] += 1
     for foreign in (other, head[:96], head[:, :16]):
-        with pytest.raises(ValueError, match="belongs to verifier 'tiny'.* are not that verifier's"):
+        with pytest.raises(ValueError, match=r"belongs to verifier 'tiny'.* are not that verifier's"):
             unpack(stem, tmp_path / "folder" / "again", foreign)
     assert not (tmp_path / "folder").exists()
     unused = head.clone()

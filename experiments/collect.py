@@ -360,7 +360,7 @@ def engine_set(cfg: DictConfig, verifier: Verifier, mask_token_id: int) -> Token
         sets=list(data.sets) if data.sets else None,
         concurrency=data.concurrency,
         domains=dict(data.domains),
-        split=str(data.split),
+        split_fractions=dict(data.split_fractions),
         mask_token_id=mask_token_id,
     )
     engine = {k: result["engine"].get(k) for k in ("vllm", "torch", "device", "arguments")}

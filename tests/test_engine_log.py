@@ -46,7 +46,7 @@ def result(*requests, concurrency=4, temperature=0.0):
 
 
 def documents(results, **changes):
-    settings = {"sets": None, "concurrency": None, "domains": {}, "split": "test", "mask_token_id": MASK}
+    settings = {"sets": None, "concurrency": None, "domains": {}, "split_fractions": {"test": 1.0}, "mask_token_id": MASK}
     return engine_documents(Letters(), JOB, results, **(settings | changes))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from dspark.data.prompts import split_of
 from dspark.data.responses import TokenDocument
 
 
@@ -40,14 +41,14 @@ def engine_documents(
     sets: Sequence[str] | None,
     concurrency: int | None,
     domains: Mapping[str, str],
-    split: str,
+    split_fractions: Mapping[str, float],
     mask_token_id: int,
 ) -> tuple[list[TokenDocument], Counter[str]]:
     """One document an answer, prompt included, and counts of what was left out (`empty`, `mask_token`,
     `history_rewritten`: a later turn whose history is not the same tokens here).
 
     `sets` and `concurrency` select cells; every temperature that was measured is kept. A set without an entry in `domains` is its
-    own domain. Later turns hold the earlier ones as unsupervised context, tokenised as the engine did.
+    own domain; a prompt's split follows from its set and id. Later turns hold the earlier ones as unsupervised context, tokenised as the engine did.
 
     Raises:
         ValueError: if no cell is selected, or a rendered prompt has another length than the engine saw, which another tokenizer
@@ -96,7 +97,7 @@ def engine_documents(
                         spans=((len(ids), len(ids) + len(answer)),),
                         prompt_id=f"{cell['set']}-{request['id']}",
                         domain=domains.get(cell["set"], cell["set"]),
-                        split=split,
+                        split=split_of(f"{cell['set']}-{request['id']}", split_fractions),
                         temperature=float(cell["temperature"]),
                         finish_reason=str(request["finish_reason"]),
                     )

@@ -36,6 +36,7 @@ TERMS = ("ce", "tv", "l1", "kl", "rkl", "jsd", "nla", "lk_hybrid")
 TARGET_NORMS = ("verifier_vocab", "draft_vocab")
 CE_LABELS = ("text", "target_top1")
 LK_ETA = 3.0
+ROW_STEP = 64  # rows of a product with the head come in multiples of this
 CPU_BLOCK_BYTES = 2 << 20  # of fp32 logits; about one core's second-level cache
 TINY = torch.finfo(torch.float32).tiny
 
@@ -118,9 +119,10 @@ class VocabularyLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=inputs.device)
 
         fused = _has_kernel(inputs.device, weights)
-        active = rows.weights.nonzero().squeeze(-1)
+        active = supervised_rows(rows.weights)
         for keep in active.split(chunk_rows) if len(active) else ():  # an empty tensor splits into one empty part
             positions, target_row = torch.unique(rows.target_row[keep], return_inverse=True)
+            positions = padded(positions)
             states, lse = rows.target[positions].to(dtype), rows.target_lse[positions]
             labels, row_weights = rows.labels[keep], rows.weights[keep]
             chunk = inputs[keep]
@@ -159,6 +161,23 @@ class VocabularyLoss(torch.autograd.Function):
             return grad_features, None, None, None, None, None, None, None
         grad_bias_features = grad_inputs[:, ctx.hidden :] * grad_total.to(grad_inputs.dtype)
         return grad_features, grad_bias_features, grad_bias * grad_total, None, None, None, None, None
+
+
+def supervised_rows(weights: Float[Tensor, " M"]) -> Int[Tensor, " n"]:
+    """Rows with a weight, ascending, then as many others as make their number a multiple of `ROW_STEP` (if there are so many).
+
+    Rows without weight add nothing to the loss. Products are compiled for their shape on a CPU, and numbers of supervised rows
+    differ from step to step: rounded up, they are a handful.
+    """
+    idle = weights == 0
+    count = int(len(idle) - idle.sum())
+    order = torch.argsort(idle.to(torch.uint8), stable=True)
+    return order[: min(len(order), -(-count // ROW_STEP) * ROW_STEP)]
+
+
+def padded(positions: Int[Tensor, " P"]) -> Int[Tensor, " P2"]:
+    """The positions, the last one repeated until their number is a multiple of `ROW_STEP`."""
+    return torch.cat([positions, positions[-1:].expand(-len(positions) % ROW_STEP)])
 
 
 def _chunk(

@@ -29,6 +29,8 @@ GROUP = (
     16  # anchors a grouped call; larger groups waste work on each other's blocks, smaller ones on launches
 )
 
+KEY_STEP = 64  # keys of a grouped call come in multiples of this
+
 
 def resolve_backend(backend: str, device: torch.device) -> str:
     """The form that `auto` means on this device. Raises ValueError for unknown names and for flex without CUDA."""
@@ -161,6 +163,17 @@ class Group:
         return slice(self.anchors.start * width, self.anchors.stop * width)
 
 
+def _padded(lo: int, hi: int, own: int, length: int) -> tuple[int, int]:
+    """A context span that holds [lo, hi) and, with `own` block keys, is a multiple of `KEY_STEP` where the row allows.
+
+    The mask hides what is added. Products on a CPU are compiled for their shape: with spans as they come, nearly every call of a
+    training run would wait for a new kernel, which takes several times as long as the product.
+    """
+    missing = -(hi - lo + own) % KEY_STEP
+    later = min(missing, length - hi)
+    return max(0, lo - (missing - later)), hi + later
+
+
 @dataclass
 class GroupedPlan:
     """`groups[b]` covers the anchors of row b, in order."""
@@ -185,6 +198,7 @@ class GroupedPlan:
                 lo, hi, lowest, highest = int(begin.min()), int(part.max()), int(part.min()), int(begin.max())
                 if window is not None:
                     lo = max(lo, lowest - window + 1)
+                lo, hi = _padded(lo, hi, len(part) * block_size, length)
                 mask = _dense_mask(part, begin, lo, hi, range(block_size), block_size, window)
                 hidden = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
                 in_all_windows = window is None or lo > hi + block_size - 1 - window

@@ -185,7 +185,23 @@ def decode_tables(
                 column.extend(values[name] if name in values else [names[name]] * len(values["anchor"]))
     if not any(table["visit"]):
         raise ValueError("nothing was decoded: no request needed a verification round.")
-    return pd.DataFrame(slots), pd.DataFrame(table)
+    rounds_table = pd.DataFrame(table)
+    return (pd.DataFrame(slots) if slots["position"] else counted_slots(rounds_table)), rounds_table
+
+
+def counted_slots(rounds: pd.DataFrame) -> pd.DataFrame:
+    """Slot rows of rounds decoded without diagnostics: which proposals were reached and kept, and nothing about the draft.
+
+    A round reaches its first rejected proposal, or its last, or stops where the text ends.
+    """
+    walked = rounds[(rounds["visit"] > 0) & (rounds["proposed"] > 0)]
+    kept = walked["accepted"].astype(int)
+    reached = np.minimum(walked["proposed"], kept + (walked["emitted"] > kept))
+    frame = walked.loc[walked.index.repeat(reached)].copy()
+    frame["position"] = frame.groupby(level=0).cumcount() + 1
+    frame["reached"] = 1.0
+    frame["accepted"] = (frame["position"] <= kept.repeat(reached).to_numpy()).astype(float)
+    return frame.reset_index(drop=True).reindex(columns=list(SLOT_COLUMNS))
 
 
 def document_columns(info: DocumentInfo) -> dict[str, object]:

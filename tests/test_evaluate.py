@@ -93,6 +93,26 @@ def test_compare_replays_both_runs_and_pairs_their_prompts(tiny, run, tmp_path, 
     assert capsys.readouterr().out.strip().splitlines()[-1].startswith("tau ")
 
 
+def test_decode_counts_positions_without_diagnostics_too(tiny, run, own_verifier, tmp_path):
+    path = write_prompts(tmp_path / "gsm8k.jsonl", count=3)
+    tables = {}
+    for diagnostics in (True, False):
+        cfg = config(
+            run=str(run.path),
+            mode="decode",
+            prompts=path,
+            max_new_tokens=16,
+            batch_size=4,
+            diagnostics=diagnostics,
+            plain=False,
+            out=str(tmp_path / f"{diagnostics}"),
+        )
+        evaluate.decode_sets(cfg)
+        tables[diagnostics] = pd.read_parquet(tmp_path / f"{diagnostics}" / "positions.parquet")
+    assert (tables[True]["reached"].fillna(0) > 0).any()
+    pd.testing.assert_frame_equal(tables[True], tables[False])
+
+
 def test_decode_answers_files_and_every_turn(tiny, run, own_verifier, tmp_path, capsys):
     paths = [
         write_prompts(tmp_path / "gsm8k.jsonl", empty=True),

@@ -120,7 +120,9 @@ class VocabularyLoss(torch.autograd.Function):
 
         fused = _has_kernel(inputs.device, weights)
         active = supervised_rows(rows.weights)
-        for keep in active.split(chunk_rows) if len(active) else ():  # an empty tensor splits into one empty part
+        for keep in (
+            active.split(chunk_rows) if len(active) else ()
+        ):  # an empty tensor splits into one empty part
             positions, target_row = torch.unique(rows.target_row[keep], return_inverse=True)
             positions = padded(positions)
             states, lse = rows.target[positions].to(dtype), rows.target_lse[positions]

@@ -37,7 +37,10 @@ def request(number: str, turn: int, prompt_tokens: int, answer: str, eos: bool =
     }
 
 
-JOB = {"target": "letters", "sets": {"chat": [{"id": "0", "turns": ["hi", "so"]}, {"id": "1", "turns": ["yo"]}]}}
+JOB = {
+    "target": "letters",
+    "sets": {"chat": [{"id": "0", "turns": ["hi", "so"]}, {"id": "1", "turns": ["yo"]}]},
+}
 
 
 def result(*requests, concurrency=4, temperature=0.0):
@@ -46,7 +49,13 @@ def result(*requests, concurrency=4, temperature=0.0):
 
 
 def documents(results, **changes):
-    settings = {"sets": None, "concurrency": None, "domains": {}, "split_fractions": {"test": 1.0}, "mask_token_id": MASK}
+    settings = {
+        "sets": None,
+        "concurrency": None,
+        "domains": {},
+        "split_fractions": {"test": 1.0},
+        "mask_token_id": MASK,
+    }
     return engine_documents(Letters(), JOB, results, **(settings | changes))
 
 

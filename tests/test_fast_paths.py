@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from dspark.losses import maximum_and_index
-from dspark.nn.attention import GROUP
+from dspark.losses import ROW_STEP, maximum_and_index, padded, supervised_rows
+from dspark.nn.attention import GROUP, KEY_STEP, _padded
 from dspark.nn.backbone import RMSNorm, Rotary
 from tests.builders import random_batch, random_draft
 
@@ -45,6 +45,31 @@ def test_bf16_gradients_stay_within_rounding_of_fp32():
     draft.zero_grad()
     for name, rounded in gradients(draft, batch, torch.bfloat16).items():
         assert (rounded - exact[name]).norm() / exact[name].norm() < 0.03, name
+
+
+def test_grouped_calls_come_in_few_shapes():
+    """Spans are widened to whole steps where the row has room, and never reach beyond it."""
+    for lo, hi, own, length in [(0, 5, 128, 1024), (700, 1020, 128, 1024), (3, 60, 40, 64), (0, 64, 64, 64)]:
+        wider_lo, wider_hi = _padded(lo, hi, own, length)
+        assert 0 <= wider_lo <= lo
+        assert hi <= wider_hi <= length
+        whole = (wider_hi - wider_lo + own) % KEY_STEP == 0
+        assert whole or (wider_lo, wider_hi) == (0, length)
+    assert _padded(0, 5, 128, 1024) == (0, 64)
+    assert _padded(700, 1020, 128, 1024) == (640, 1024)
+
+
+def test_supervised_rows_come_first_and_in_whole_steps():
+    weights = torch.zeros(300)
+    weights[[5, 7, 200]] = 1.0
+    rows = supervised_rows(weights)
+    assert len(rows) == ROW_STEP
+    assert rows[:3].tolist() == [5, 7, 200]
+    assert len(set(rows.tolist())) == ROW_STEP
+    assert len(supervised_rows(torch.zeros(300))) == 0
+    assert len(supervised_rows(torch.ones(70))) == 70
+    assert padded(torch.tensor([3, 9])).tolist() == [3] + [9] * (ROW_STEP - 1)
+    assert len(padded(torch.arange(ROW_STEP))) == ROW_STEP
 
 
 def plain_norm(x, weight, eps):

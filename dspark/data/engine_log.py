@@ -79,7 +79,9 @@ def engine_documents(
             text = verifier.tokenizer.decode(answer, skip_special_tokens=True)
             talk.append({"role": "assistant", "content": text})
             if request["turn"] and len(ids) != request["prompt_tokens"]:
-                skipped["history_rewritten"] += 1  # an earlier answer, cut inside a character, reads differently here
+                skipped["history_rewritten"] += (
+                    1  # an earlier answer, cut inside a character, reads differently here
+                )
                 continue
             if len(ids) != request["prompt_tokens"]:
                 raise ValueError(

@@ -34,7 +34,9 @@ def sums_and_gradients(draft, batch):
     return sums, [p.grad.float().cpu() for p in draft.parameters()]
 
 
-@pytest.mark.parametrize("changes", [{}, {"sample_from_anchor": True}, SLIDING], ids=["fill", "first", "sliding"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"sample_from_anchor": True}, SLIDING], ids=["fill", "first", "sliding"]
+)
 def test_flex_loss_and_gradients_equal_the_cpu_form(changes):
     draft = random_draft(backend="auto", **GEOMETRY, **changes)
     batch = random_batch(draft.config, anchors=32, rows=((120, 60), (90, 100)))

@@ -56,7 +56,7 @@ def test_grouped_calls_come_in_few_shapes():
         whole = (wider_hi - wider_lo + own) % KEY_STEP == 0
         assert whole or (wider_lo, wider_hi) == (0, length)
     assert _padded(0, 5, 128, 1024) == (0, 64)
-    assert _padded(700, 1020, 128, 1024) == (640, 1024)
+    assert _padded(700, 1020, 100, 1024) == (676, 1024)
 
 
 def test_supervised_rows_come_first_and_in_whole_steps():

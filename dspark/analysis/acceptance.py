@@ -172,7 +172,7 @@ def plot_transitions(transitions: pd.DataFrame, ax: Axes) -> Axes:
     )
     ax.grid(visible=False)
     ax.tick_params(axis="both", length=0)
-    ax.tick_params(axis="x", rotation=60)
+    ax.tick_params(axis="x", rotation=90)
     ax.tick_params(axis="y", rotation=0)
     ax.set(xlabel="next token", ylabel="previous token")
     return ax

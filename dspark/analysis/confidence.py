@@ -119,7 +119,7 @@ def plot_metric_by_position(
     )
     ax.xaxis.set_major_locator(FixedLocator(sorted(metrics["position"].unique())))
     if metric == "ece":
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(bottom=0, auto=True)  # panels share the axis: later ones must still widen it
         percent(ax, "y")
     return ax
 
@@ -155,7 +155,7 @@ def plot_signals(
     )
     ax.xaxis.set_major_locator(FixedLocator(sorted(metrics["position"].unique())))
     if metric == "ece":
-        ax.set_ylim(bottom=0)
+        ax.set_ylim(bottom=0, auto=True)  # panels share the axis: later ones must still widen it
         percent(ax, "y")
     return ax
 

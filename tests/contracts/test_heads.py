@@ -35,7 +35,7 @@ def inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def test_every_head_has_a_configuration():
     assert set(HEADS) == set(KINDS)
     for path in FILES:
-        assert set(OmegaConf.load(path)) == {"kind", "rank", "init"}
+        assert set(OmegaConf.load(path)) == {"kind", "rank", "init", "backbone_scale"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

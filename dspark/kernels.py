@@ -15,7 +15,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-TERMS = ("ce", "tv", "l1", "kl", "nla", "lk_hybrid")  # the terms whose gradient needs no logarithm per token
+from dspark.losses import KERNEL_TERMS
 
 
 @triton.jit
@@ -157,11 +157,11 @@ def loss_terms(
     """(alpha, label_keep, greedy_hit, loss) of every row; with `row_weights`, the gradient in place of `logits`.
 
     `logits` and `target` are unscaled products with the head. `renormalise` takes the verifier's normaliser over the V tokens
-    given instead of `target_lse`. `terms` may hold the names in `TERMS` only.
+    given instead of `target_lse`. `terms` may hold the names in `KERNEL_TERMS` only.
     """
     rows, width = logits.shape
     stats = torch.empty(4, rows, dtype=torch.float32, device=logits.device)
-    weight = {name: float(terms.get(name, 0.0)) for name in TERMS}
+    weight = {name: float(terms.get(name, 0.0)) for name in KERNEL_TERMS}
     _loss_terms[(rows,)](
         logits,
         target,

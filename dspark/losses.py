@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -33,6 +34,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 TERMS = ("ce", "tv", "l1", "kl", "rkl", "jsd", "nla", "lk_hybrid")
+KERNEL_TERMS = ("ce", "tv", "l1", "kl", "nla", "lk_hybrid")  # their gradients need no logarithm per token
 TARGET_NORMS = ("verifier_vocab", "draft_vocab")
 CE_LABELS = ("text", "target_top1")
 LK_ETA = 3.0
@@ -118,18 +120,16 @@ class VocabularyLoss(torch.autograd.Function):
         grad_bias = None
         total = torch.zeros((), dtype=torch.float32, device=inputs.device)
 
-        fused = _has_kernel(inputs.device, weights)
         active = supervised_rows(rows.weights)
-        for keep in (
-            active.split(chunk_rows) if len(active) else ()
-        ):  # an empty tensor splits into one empty part
+        # An empty tensor splits into one empty part.
+        for keep in active.split(chunk_rows) if len(active) else ():
             positions, target_row = torch.unique(rows.target_row[keep], return_inverse=True)
             positions = padded(positions)
             states, lse = rows.target[positions].to(dtype), rows.target_lse[positions]
             labels, row_weights = rows.labels[keep], rows.weights[keep]
             chunk = inputs[keep]
             logits = chunk @ joint.T
-            values = (_fused_chunk if fused else _chunk)(
+            values = _chunk(
                 logits,
                 states,
                 lse,
@@ -193,7 +193,27 @@ def _chunk(
     weights: LossWeights,
     logit_scale: float,
 ) -> list[Float[Tensor, " M"]]:
-    """`RowStats` fields of one chunk; with `row_weights`, the gradient takes the place of `logits`."""
+    """`RowStats` fields of one chunk; with `row_weights`, the gradient takes the place of `logits`.
+
+    Where there is a kernel, it does everything after the two products.
+    """
+    if _has_kernel(logits.device, weights):
+        from dspark.kernels import loss_terms
+
+        stats = loss_terms(
+            logits,
+            states @ head_weight.to(states.dtype).T,
+            target_row,
+            lse,
+            labels,
+            row_weights,
+            terms=weights.terms,
+            text_label=weights.ce_label == "text",
+            renormalise=weights.target_norm == "draft_vocab",
+            scale=logit_scale,
+            lk_eta=LK_ETA,
+        )
+        return list(stats)
     target = target_probabilities(states, lse, head_weight, logit_scale, weights.target_norm)
     ce_labels = labels if weights.ce_label == "text" else maximum_and_index(target)[1][target_row]
     finished = []
@@ -213,40 +233,15 @@ def _chunk(
     return [torch.cat(parts) for parts in zip(*finished, strict=True)]
 
 
-def _fused_chunk(
-    logits: Float[Tensor, "M V"],
-    states: Float[Tensor, "P H"],
-    lse: Float[Tensor, " P"],
-    target_row: Int[Tensor, " M"],
-    labels: Int[Tensor, " M"],
-    row_weights: Float[Tensor, " M"] | None,
-    head_weight: Float[Tensor, "V H"],
-    weights: LossWeights,
-    logit_scale: float,
-) -> list[Float[Tensor, " M"]]:
-    """`_chunk` with everything after the two products in one kernel."""
-    from dspark.kernels import loss_terms
-
-    stats = loss_terms(
-        logits,
-        states @ head_weight.to(states.dtype).T,
-        target_row,
-        lse,
-        labels,
-        row_weights,
-        terms=weights.terms,
-        text_label=weights.ce_label == "text",
-        renormalise=weights.target_norm == "draft_vocab",
-        scale=logit_scale,
-        lk_eta=LK_ETA,
-    )
-    return list(stats)
-
-
 def _has_kernel(device: torch.device, weights: LossWeights) -> bool:
-    """Whether the terms asked for have a kernel on this device: all but rkl and jsd, where Triton is."""
+    """Whether the terms asked for have a kernel on this device, where Triton is installed."""
     needed = {name for name, weight in weights.terms.items() if weight}
-    return device.type == "cuda" and not needed & {"rkl", "jsd"} and find_spec("triton") is not None
+    return device.type == "cuda" and needed <= set(KERNEL_TERMS) and _triton_is_installed()
+
+
+@cache
+def _triton_is_installed() -> bool:
+    return find_spec("triton") is not None
 
 
 def vocabulary_loss(

@@ -216,11 +216,8 @@ def draw(table: pd.DataFrame, path: Path) -> None:
     from dspark.analysis import serving as figures
     from dspark.analysis.style import panels, use_style
 
-    sped = table[(table["set"] == figures.OVERALL) & (table["config"] != VERIFIER_ALONE)].dropna(
-        subset=["speed_up"]
-    )
     predicted = table.dropna(subset=["predicted_accept_length", "accept_length"])
-    temperatures = sorted(sped["temperature"].unique())
+    temperatures = sorted(figures.sped_up(table)["temperature"].unique())
     if not temperatures and predicted.empty:
         return
     use_style()

@@ -112,16 +112,8 @@ def plot_metric_by_position(
             rows["position"], rows["low"], rows["high"], color=STAGES[stage], alpha=0.15, linewidth=0
         )
         ax.plot(rows["position"], rows["value"], color=STAGES[stage], marker="o", label=STAGE_NAMES[stage])
-    ax.set(
-        xlabel="draft position",
-        ylabel=_metric_name(metric),
-        title=domain.capitalize() if domain != "all" else "All domains",
-    )
-    ax.xaxis.set_major_locator(FixedLocator(sorted(metrics["position"].unique())))
-    if metric == "ece":
-        ax.set_ylim(bottom=0, auto=True)  # panels share the axis: later ones must still widen it
-        percent(ax, "y")
-    return ax
+    title = domain.capitalize() if domain != "all" else "All domains"
+    return _label_positions(metrics, ax, metric=metric, title=title)
 
 
 def plot_signals(
@@ -148,11 +140,13 @@ def plot_signals(
                 line["position"], line["low"], line["high"], color=colour, alpha=0.12, linewidth=0
             )
             ax.plot(line["position"], line["value"], color=colour, marker="o", label=SIGNAL_NAMES[signal])
-    ax.set(
-        xlabel="draft position",
-        ylabel=_metric_name(metric),
-        title=f"{_metric_name(metric)}, {QUANTITY_NAMES[quantity]}",
-    )
+    title = f"{_metric_name(metric)}, {QUANTITY_NAMES[quantity]}"
+    return _label_positions(metrics, ax, metric=metric, title=title)
+
+
+def _label_positions(metrics: pd.DataFrame, ax: Axes, *, metric: str, title: str) -> Axes:
+    """Axes of a metric by draft position."""
+    ax.set(xlabel="draft position", ylabel=_metric_name(metric), title=title)
     ax.xaxis.set_major_locator(FixedLocator(sorted(metrics["position"].unique())))
     if metric == "ece":
         ax.set_ylim(bottom=0, auto=True)  # panels share the axis: later ones must still widen it

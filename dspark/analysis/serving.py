@@ -8,12 +8,17 @@ from matplotlib.axes import Axes
 
 from dspark.analysis.style import GRID, INK, MUTED
 
-OVERALL = "overall"
+OVERALL, VERIFIER = "overall", "verifier"  # the set and the configuration that the table calls so
 
 
 def configurations(table: pd.DataFrame) -> list[str]:
     """Labels of the drafts measured, in the table's order; the verifier alone is what they are compared with."""
-    return [c for c in table["config"].unique() if c != "verifier"]
+    return [c for c in table["config"].unique() if c != VERIFIER]
+
+
+def sped_up(table: pd.DataFrame) -> pd.DataFrame:
+    """The drafts' rows over all sets that have the verifier alone to be compared with."""
+    return table[(table["set"] == OVERALL) & (table["config"] != VERIFIER)].dropna(subset=["speed_up"])
 
 
 def plot_speed_up(table: pd.DataFrame, ax: Axes, *, temperature: float) -> Axes:
@@ -21,10 +26,8 @@ def plot_speed_up(table: pd.DataFrame, ax: Axes, *, temperature: float) -> Axes:
 
     Below the dashed line drafting costs more than it brings.
     """
-    rows = table[(table["set"] == OVERALL) & (table["temperature"] == temperature)].dropna(
-        subset=["speed_up"]
-    )
-    rows = rows[rows["config"] != "verifier"]
+    rows = sped_up(table)
+    rows = rows[rows["temperature"] == temperature]
     ax.axhline(1.0, color=MUTED, linestyle="--", linewidth=1.2)
     sns.lineplot(
         rows, x="concurrency", y="speed_up", hue="config", hue_order=configurations(table), marker="o", ax=ax

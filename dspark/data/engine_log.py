@@ -78,28 +78,27 @@ def engine_documents(
             answer = list(request["token_ids"])
             text = verifier.tokenizer.decode(answer, skip_special_tokens=True)
             talk.append({"role": "assistant", "content": text})
-            if request["turn"] and len(ids) != request["prompt_tokens"]:
-                skipped["history_rewritten"] += (
-                    1  # an earlier answer, cut inside a character, reads differently here
-                )
-                continue
-            if len(ids) != request["prompt_tokens"]:
+            same_prompt = len(ids) == request["prompt_tokens"]
+            if not same_prompt and request["turn"] == 0:
                 raise ValueError(
                     f"{cell['set']} prompt {request['id']} has {len(ids)} tokens here and {request['prompt_tokens']} in the engine: "
                     f"{verifier.info.name} has another tokenizer or chat template than the engine's model {job['target']}."
                 )
-            if not answer:
+            if not same_prompt:  # an earlier answer, cut inside a character, reads differently here
+                skipped["history_rewritten"] += 1
+            elif not answer:
                 skipped["empty"] += 1
             elif mask_token_id in ids or mask_token_id in answer:
                 skipped["mask_token"] += 1
             else:
+                prompt_id = f"{cell['set']}-{request['id']}"
                 documents.append(
                     TokenDocument(
                         input_ids=tuple(ids + answer),
                         spans=((len(ids), len(ids) + len(answer)),),
-                        prompt_id=f"{cell['set']}-{request['id']}",
+                        prompt_id=prompt_id,
                         domain=domains.get(cell["set"], cell["set"]),
-                        split=split_of(f"{cell['set']}-{request['id']}", split_fractions),
+                        split=split_of(prompt_id, split_fractions),
                         temperature=float(cell["temperature"]),
                         finish_reason=str(request["finish_reason"]),
                     )

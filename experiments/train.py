@@ -79,6 +79,7 @@ def train(cfg: DictConfig) -> Run:
         vocab = earlier.draft.vocab  # head rows mean its tokens, however often this cache's answers use them
     draft = build_draft(cfg, build_draft_config(cfg, cache.manifest, len(vocab)), cache, vocab, frozen_dtype)
     draft.compile_regions = bool(cfg.trainer.compile)
+    draft.checkpoint_layers = bool(cfg.trainer.checkpoint_layers)
     contract = cache.contract().merged(**{k: v for k, v in vars(draft.contract).items() if v is not None})
     cache.contract().check(draft.contract, mine=f"cache {cache.path}", theirs="the draft's configuration")
     if resumed is None:

@@ -7,16 +7,18 @@ serve decoding: context keys and values are computed once for each verified toke
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dspark.blocks import Blocks, DraftBatch, build_blocks, visible, visible_in_block
 from dspark.config import Contract, DraftConfig
 from dspark.nn.attention import plan_attention
-from dspark.nn.backbone import Attention, Layer, RMSNorm, Rotary, region
+from dspark.nn.backbone import Attends, Attention, Layer, RMSNorm, Rotary, region
 from dspark.nn.confidence import ConfidenceHead
 from dspark.nn.heads import build_head
 from dspark.vocab import VocabMap
@@ -62,6 +64,7 @@ class Draft(nn.Module):
         self.config = config
         self.attention_backend = attention_backend
         self.compile_regions = True  # on CUDA, in training
+        self.checkpoint_layers = False  # keep only the layers' inputs for the backward pass, and recompute
         self.fc = nn.Linear(config.hidden_size * len(config.aux_layer_ids), config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
@@ -132,10 +135,14 @@ class Draft(nn.Module):
         last = len(self.layers) - 1
         # Replay, whose documents all have other lengths, runs without gradient: compiling for each would never end.
         compiled = self.compile_regions and context.is_cuda and torch.is_grad_enabled()
+        apply = _apply_layer
+        if self.checkpoint_layers and torch.is_grad_enabled():
+            apply = partial(checkpoint, _apply_layer, use_reentrant=False, preserve_rng_state=False)
         for i, layer in enumerate(self.layers):
-            keys_values = region(Attention.keys_values, compiled)(layer.self_attn, context, rotary_context)
-            first_query = self.config.first_slot if i == last else 0
-            x = layer(x, rotary_block, keys_values, plans[layer.window], first_query, compiled)
+            rotaries, plan = (rotary_block, rotary_context), plans[layer.window]
+            x = apply(
+                layer, x, context, *rotaries, plan, self.config.first_slot if i == last else 0, compiled
+            )
         hidden = self.norm(x)  # [B, A, N, H]
         previous = self.previous_embedding(blocks.prev_ids)
         features = None if previous is None else self.markov_head.block(previous, hidden)
@@ -229,6 +236,21 @@ class Draft(nn.Module):
 
     def _rotary(self, positions: Int[Tensor, ...]) -> Rotary:
         return Rotary.at(positions, self.config.head_dim, self.config.rope_theta)
+
+
+def _apply_layer(
+    layer: Layer,
+    x: Float[Tensor, "B A Q H"],
+    context: Float[Tensor, "B S H"],
+    rotary_block: Rotary,
+    rotary_context: Rotary,
+    attention: Attends,
+    first_query: int,
+    compiled: bool,
+) -> Float[Tensor, "B A q H"]:
+    """One layer of a forward over blocks, its keys and values of the context included."""
+    keys_values = region(Attention.keys_values, compiled)(layer.self_attn, context, rotary_context)
+    return layer(x, rotary_block, keys_values, attention, first_query, compiled)
 
 
 @dataclass

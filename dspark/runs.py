@@ -27,6 +27,7 @@ import pandas as pd
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from dspark import pretrained
 from dspark.config import Contract, DraftConfig
@@ -202,10 +203,20 @@ def read_table(path: Path) -> pd.DataFrame:
         raise ValueError(f"{path} cannot be read as parquet ({error}); evaluate again.") from error
 
 
-def save_draft(draft: Draft, folder: Path, contract: Contract, facts: dict[str, Any]) -> None:
-    """Write `draft.safetensors` and `draft.json` (configuration, contract, facts). The JSON comes last: it marks completeness."""
+def save_draft(
+    draft: Draft,
+    folder: Path,
+    contract: Contract,
+    facts: dict[str, Any],
+    state: dict[str, Tensor] | None = None,
+) -> None:
+    """Write `draft.safetensors` and `draft.json` (configuration, contract, facts). The JSON comes last: it marks completeness.
+
+    `state` is the draft's state dictionary in whole tensors, for a draft whose own are sharded over processes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: t.detach().contiguous().cpu() for name, t in draft.state_dict().items()}
+    state = draft.state_dict() if state is None else state
+    tensors = {name: t.detach().contiguous().cpu() for name, t in state.items()}
     temporary = folder / "draft.safetensors.tmp"
     save_file(tensors, temporary, metadata={"format": FORMAT})
     (folder / "draft.json").unlink(missing_ok=True)

@@ -1,7 +1,11 @@
 """The only Lightning file: how a draft is optimised, validated by replay, and checkpointed.
 
-One step: `DraftModule.training_step` -> `Draft.forward` -> `draft_loss` -> gradient of the loss *sum*;
+One step: `DraftModule.training_step` -> `DraftModule.forward` (`Draft.forward`, `draft_loss`) -> gradient of the loss *sum*;
 `on_before_optimizer_step` divides all gradients once by the supervised weight of every micro-batch and rank.
+
+Under `trainer.strategy=fsdp2` every rank owns a shard of the trained weights, their gradients and the optimizer's state. The module
+is sharded as a whole: the loss reads head weights outside the draft's own forward, and a layer's context keys and values are
+projected outside the layer's, so weights are gathered once a micro-batch, for `DraftModule.forward` and its backward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +22,11 @@ import lightning as L
 import pandas as pd
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from dspark.acceptance import tau_from_counts
@@ -28,7 +36,7 @@ from dspark.data.batches import HeldOutDocuments, PackedRows, StreamSampler, sta
 from dspark.data.features import FeatureCache
 from dspark.losses import LossWeights
 from dspark.nn.draft import Draft
-from dspark.objective import draft_loss
+from dspark.objective import LossSums, draft_loss
 from dspark.replay import Replay, replay_document
 from dspark.runs import Run, save_draft, write_table
 
@@ -103,7 +111,15 @@ class DraftModule(L.LightningModule):
     def on_train_start(self) -> None:
         self._started = time.time()
 
-    def training_step(self, batch: DraftBatch, index: int) -> Tensor:
+    def configure_model(self) -> None:
+        """Shard the trained weights over all ranks where the strategy is FSDP2. Frozen buffers stay whole on every rank."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ModelParallelStrategy) and not isinstance(self, FSDPModule):
+            mesh = init_device_mesh(strategy.root_device.type, (strategy.world_size,))
+            fully_shard(self, mesh=mesh, reshard_after_forward=False)
+
+    def forward(self, batch: DraftBatch) -> tuple[Tensor, LossSums]:
+        """The loss sum, which carries the gradient, and all sums. Sharding hooks look for the former among plain tensors."""
         batch = self.normed(batch)
         sums = draft_loss(
             self.draft,
@@ -113,6 +129,10 @@ class DraftModule(L.LightningModule):
             confidence_detach_inputs=self.confidence_detach_inputs,
             chunk_rows=self.chunk_rows,
         )
+        return sums.numerator, sums
+
+    def training_step(self, batch: DraftBatch, index: int) -> Tensor:
+        loss, sums = self(batch)
         self._stop_if_not_finite(sums.numerator, batch)
         self._denominator = (
             sums.denominator if self._denominator is None else self._denominator + sums.denominator
@@ -123,7 +143,7 @@ class DraftModule(L.LightningModule):
         for i in range(self.draft.config.num_proposals):
             self.metrics.add(f"alpha@{i + 1}", sums.alpha[i], sums.count[i])
             self.metrics.add(f"greedy_hit@{i + 1}", sums.greedy_hit[i], sums.count[i])
-        return sums.numerator
+        return loss
 
     def _stop_if_not_finite(self, loss: Tensor, batch: DraftBatch) -> None:
         # Reading the value stalls a GPU, so there only now and then.
@@ -148,7 +168,7 @@ class DraftModule(L.LightningModule):
         self._denominator = None
         scale = self.trainer.world_size * self.trainer.accumulate_grad_batches / denominator.clamp(min=1e-8)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        torch._foreach_mul_(grads, scale)
+        torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in grads], scale)
 
     def configure_gradient_clipping(
         self,
@@ -160,6 +180,7 @@ class DraftModule(L.LightningModule):
         which bf16 does without."""
         if gradient_clip_val:
             norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), gradient_clip_val)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             self.metrics.add("grad_norm", norm, torch.ones_like(norm))
 
     def all_reduce_sum(self, value: Tensor) -> Tensor:
@@ -206,6 +227,11 @@ class DraftModule(L.LightningModule):
 
     # ---- validation: replay of held-out documents
 
+    def on_validation_start(self) -> None:
+        """Ranks replay documents of different lengths, so sharded weights are gathered once for all of them."""
+        if isinstance(self, FSDPModule):
+            self.unshard()
+
     def validation_step(self, item: tuple[DraftBatch, int, float], index: int) -> None:
         batch, _, temperature = item
         replay = replay_document(
@@ -231,12 +257,18 @@ class DraftModule(L.LightningModule):
         self.validated_step = self.global_step
         self.metrics.add("val_accepted", *mine)
         self.log("tau", tau, prog_bar=True, rank_zero_only=True)
-        if self.run is not None and self.trainer.is_global_zero:
+        if self.run is not None:
+            state = whole_tensors(self.draft)
             facts = {"step": self.global_step, "validation_tau": tau}
-            save_draft(self.draft, self.run.checkpoints / "last", self.contract, facts)
-            if tau > self.best_tau:
-                save_draft(self.draft, self.run.checkpoints / "best", self.contract, facts)
+            for name in ("last", "best") if tau > self.best_tau else ("last",):
+                if self.trainer.is_global_zero:
+                    save_draft(self.draft, self.run.checkpoints / name, self.contract, facts, state)
         self.best_tau = max(self.best_tau, tau)
+
+    def on_validation_end(self) -> None:
+        """Weights gathered for validation would hide what the optimizer does to the shards."""
+        if isinstance(self, FSDPModule):
+            self.reshard()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["best_tau"] = self.best_tau
@@ -247,6 +279,12 @@ class DraftModule(L.LightningModule):
             self.contract, mine="the checkpoint", theirs="this run's configuration"
         )
         self.best_tau = checkpoint["best_tau"]
+
+
+def whole_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
+    """A module's state, gathered where it is sharded: all ranks must call this together."""
+    state = module.state_dict()
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
 
 
 class MetricTotals:

@@ -18,6 +18,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -318,8 +319,12 @@ def describe(
 
 
 def build_trainer(cfg: DictConfig, run: Run, rows: PackedRows, precision: str, steps: int) -> L.Trainer:
-    """Lightning's trainer; distribution is its strategies' business."""
+    """Lightning's trainer; distribution is its strategies' business.
+
+    Its `ModelParallelStrategy` is FSDP2 with the sharding that `DraftModule.configure_model` asks for.
+    """
     options = cfg.trainer
+    sharded = options.strategy == "fsdp2"
     callbacks: list[Callback] = [
         MetricsTable(run, every=int(options.log_every)),
         BadFeatures(rows, float(options.max_bad_fraction)),
@@ -334,7 +339,8 @@ def build_trainer(cfg: DictConfig, run: Run, rows: PackedRows, precision: str, s
         accelerator=options.accelerator,
         devices=options.devices,
         num_nodes=int(options.num_nodes),
-        strategy=options.strategy,
+        # One checkpoint file of whole tensors: any number of processes can resume it.
+        strategy=ModelParallelStrategy(save_distributed_checkpoint=False) if sharded else options.strategy,
         precision=precision,
         accumulate_grad_batches=int(options.accumulate),
         gradient_clip_val=float(options.clip) if options.clip else None,

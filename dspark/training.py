@@ -92,6 +92,7 @@ class DraftModule(L.LightningModule):
         self.norm_eps = verifier_norm[1] if verifier_norm else None
         self.register_buffer("norm_weight", verifier_norm[0] if verifier_norm else None, persistent=False)
         self._started = time.time()
+        self._elapsed = 0.0
         self.best_tau = 0.0
         self.validated_step = -1
         self.metrics = MetricTotals()
@@ -164,6 +165,11 @@ class DraftModule(L.LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Turn summed gradients into the gradient of the global mean. Lightning has averaged over ranks and accumulation."""
+        budget = self.optimizer_config.budget_seconds
+        if (
+            budget is not None
+        ):  # by the first rank's clock: learning rates that differ would drive the ranks' weights apart
+            self._elapsed = self.trainer.strategy.broadcast((time.time() - self._started) / budget)
         denominator = self.all_reduce_sum(self._denominator)
         self._denominator = None
         scale = self.trainer.world_size * self.trainer.accumulate_grad_batches / denominator.clamp(min=1e-8)
@@ -213,13 +219,12 @@ class DraftModule(L.LightningModule):
         total = int(self.trainer.estimated_stepping_batches)
 
         def scale(step: int) -> float:
-            elapsed = (
-                0.0
-                if config.budget_seconds is None
-                else (time.time() - self._started) / config.budget_seconds
-            )
             return lr_scale(
-                step, warmup=config.warmup_steps, total=total, floor=config.min_lr_ratio, elapsed=elapsed
+                step,
+                warmup=config.warmup_steps,
+                total=total,
+                floor=config.min_lr_ratio,
+                elapsed=self._elapsed,
             )
 
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
@@ -232,7 +237,9 @@ class DraftModule(L.LightningModule):
         if isinstance(self, FSDPModule):
             self.unshard()
 
-    def validation_step(self, item: tuple[DraftBatch, int, float], index: int) -> None:
+    def validation_step(self, item: tuple[DraftBatch, int, float] | None, index: int) -> None:
+        if item is None:
+            return
         batch, _, temperature = item
         replay = replay_document(
             self.draft,
@@ -437,6 +444,8 @@ class DraftData(L.LightningDataModule):
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         if isinstance(batch, DraftBatch):
             return batch.to(device, non_blocking=True)
+        if batch is None:
+            return None
         inner, number, temperature = batch
         return inner.to(device), number, temperature
 
@@ -449,19 +458,29 @@ class DraftData(L.LightningDataModule):
 
 
 class _RankShare(torch.utils.data.Dataset):
-    """Every `world`-th held-out document, rank r from the r-th on. Replay sums need no equal shares."""
+    """Every `world`-th held-out document, rank r from the r-th on, and None where this makes one fewer than on other ranks.
+
+    Ranks must take equally many validation steps: Lightning refuses a rank without any.
+    """
 
     def __init__(self, documents: HeldOutDocuments, rank: int, world: int) -> None:
-        self.documents, self.places = documents, range(rank, len(documents), world)
+        self.documents, self.rank, self.world = documents, rank, world
 
     def __len__(self) -> int:
-        return len(self.places)
+        return -(-len(self.documents) // self.world)
 
-    def __getitem__(self, place: int) -> tuple[DraftBatch, int]:
-        return self.documents[self.places[place]]
+    def __getitem__(self, step: int) -> tuple[DraftBatch, int] | None:
+        if step >= len(self):
+            raise IndexError(step)
+        place = step * self.world + self.rank
+        return self.documents[place] if place < len(self.documents) else None
 
 
-def _with_temperature(item: tuple[DraftBatch, int], cache: FeatureCache) -> tuple[DraftBatch, int, float]:
+def _with_temperature(
+    item: tuple[DraftBatch, int] | None, cache: FeatureCache
+) -> tuple[DraftBatch, int, float] | None:
+    if item is None:
+        return None
     batch, number = item
     return batch, number, cache.info(number).temperature
 

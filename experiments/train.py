@@ -65,7 +65,7 @@ def train(cfg: DictConfig) -> Run:
     started = time.time()
     resumed = Run.open(cfg.resume) if cfg.resume else None
     if resumed is not None:
-        checkpoint_path(resumed)  # refuse before any expensive work
+        check_resumable(resumed, cfg)  # refuse before any expensive work
     L.seed_everything(cfg.seed, verbose=False)
     quiet()
     cache = ensure_cache(cfg)
@@ -126,6 +126,18 @@ def train(cfg: DictConfig) -> Run:
     if trainer.is_global_zero:
         console.print(last_line(run, results, time.time() - started), highlight=False, soft_wrap=True)
     return run
+
+
+def check_resumable(run: Run, cfg: DictConfig) -> None:
+    """Raise ValueError where the run has no full checkpoint, or one whose optimizer state this strategy would misread."""
+    checkpoint_path(run)
+    before, now = (str(c.trainer.strategy) for c in (OmegaConf.load(run.path / "config.yaml"), cfg))
+    if before != now and "fsdp2" in (before, now):
+        raise ValueError(
+            f"run {run.path.name} was trained with trainer.strategy={before}, but trainer.strategy is {now}: fsdp2 orders "
+            f"the optimizer's state in its own way. Resume with trainer.strategy={before}, or start a run from the weights "
+            f"with warm_start={run.path}."
+        )
 
 
 def quiet() -> None:

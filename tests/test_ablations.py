@@ -1,4 +1,4 @@
-"""Ablations compose and train, grids skip, survive and resume, launchers compose, two processes equal one."""
+"""Ablations compose and train, grids skip, survive and resume, launchers compose."""
 
 from __future__ import annotations
 
@@ -227,33 +227,3 @@ def test_launchers_compose(launcher, target):
     from hydra.utils import get_class
 
     assert get_class(target)
-
-
-# ---- two processes
-
-
-def test_two_processes_leave_one_run_with_the_metrics_of_one(cache, tmp_path):
-    """Rows of 16 tokens, some of which end before an anchor: in two of the four steps the second rank has nothing to learn."""
-    few = (
-        "trainer.max_steps=4",
-        "trainer.val_every=4",
-        "trainer.val_documents=3",
-        "trainer.seq_length=16",
-        "trainer.log_every=1",
-    )
-    rows, _ = split_documents(composed("trainer.seq_length=16"), cache)
-    assert [i for i in range(8) if not rows[i].anchor_valid.any()] == [1, 3]
-    one = command(*few, "trainer.rows_per_batch=2", cache=cache, runs=tmp_path / "one")
-    two = command(*few, "trainer.strategy=ddp", "trainer.devices=2", cache=cache, runs=tmp_path / "two")
-    assert one.returncode == 0, one.stderr[-2000:]
-    assert two.returncode == 0, two.stderr[-2000:]
-    (a,), (b,) = list((tmp_path / "one").iterdir()), list((tmp_path / "two").iterdir())
-    files = [sorted(str(p.relative_to(r)) for p in r.rglob("*") if "events" not in p.name) for r in (a, b)]
-    assert files[0] == files[1]
-    frames = [pd.read_parquet(r / "metrics.parquet").set_index(["step", "name"]) for r in (a, b)]
-    rates = [frame["total"] / frame["count"] for frame in frames]
-    assert rates[0].index.sort_values().equals(rates[1].index.sort_values())
-    pd.testing.assert_series_equal(rates[0].sort_index(), rates[1].sort_index(), rtol=2e-3)
-    counted = [frame["count"].drop("grad_norm", level="name").sort_index() for frame in frames]
-    pd.testing.assert_series_equal(counted[0], counted[1], rtol=1e-6)
-    assert Run.open(a).manifest.results["tau"] == pytest.approx(Run.open(b).manifest.results["tau"], rel=1e-3)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader
 
 from dspark import training
@@ -66,7 +69,7 @@ def trained(runs: Path, cache: FeatureCache, *overrides: str) -> Run:
     return train(configured(runs, cache, *overrides))
 
 
-def spawned(runs: Path, cache: FeatureCache, *overrides: str) -> Run:
+def typed(runs: Path, cache: FeatureCache, *overrides: str) -> Run:
     """The run of the command line, which starts the second process itself."""
     command = [sys.executable, "-m", "experiments.train", *TINY, f"data.cache={cache.path}", f"runs={runs}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -76,6 +79,36 @@ def spawned(runs: Path, cache: FeatureCache, *overrides: str) -> Run:
     assert done.returncode == 0, done.stderr[-3000:]
     (folder,) = runs.iterdir()
     return Run(folder)
+
+
+def forked(runs: Path, cache: FeatureCache, *overrides: str) -> Run:
+    """The same from two processes that a cluster would have started, forked where the imports are already done."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["experiments.train"])
+    ranks = [
+        context.Process(target=be_rank, args=(rank, port, runs, cache.path, overrides)) for rank in (0, 1)
+    ]
+    for rank in ranks:
+        rank.start()
+    try:
+        for rank in ranks:
+            rank.join(timeout=180)
+        assert [rank.exitcode for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    (folder,) = runs.iterdir()
+    return Run(folder)
+
+
+def be_rank(rank: int, port: int, runs: Path, cache: Path, overrides: tuple[str, ...]) -> None:
+    os.environ |= {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rank_zero_only.rank = rank  # Lightning reads the environment when imported, which was before the fork
+    torch.set_num_threads(1)
+    trained(runs, FeatureCache.open(cache), *overrides)
 
 
 def metrics_of(run: Run) -> pd.DataFrame:
@@ -110,16 +143,16 @@ def test_a_rank_has_steps_without_a_usable_anchor(cache, tmp_path):
 
 
 def test_ddp_trains_as_one_process_does(cache, one, tmp_path):
-    run = spawned(tmp_path, cache, *TWO, "trainer.strategy=ddp")
+    run = typed(tmp_path, cache, *TWO, "trainer.strategy=ddp")
     assert_same_training(run, one)
 
 
 def test_fsdp2_stopped_and_resumed_trains_as_one_process_does(cache, one, tmp_path):
     """Layers are recomputed in the backward pass here, from weights that must still be gathered then."""
     sharded = [*TWO, "trainer.strategy=fsdp2", "trainer.checkpoint_layers=true"]
-    half = spawned(tmp_path, cache, *sharded, "trainer.max_steps=2", "test=false")
+    half = forked(tmp_path, cache, *sharded, "trainer.max_steps=2", "test=false")
     assert half.manifest.results["steps"] == 2
-    run = spawned(tmp_path, cache, *sharded, f"resume={half.path}")
+    run = forked(tmp_path, cache, *sharded, f"resume={half.path}")
     assert run.path == half.path
     assert_same_training(run, one)
     with pytest.raises(ValueError, match=r"trainer\.strategy=fsdp2, but trainer\.strategy is auto"):

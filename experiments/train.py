@@ -27,6 +27,7 @@ from dspark.config import Contract
 from dspark.data.batches import PackedRows
 from dspark.data.features import FeatureCache
 from dspark.nn.draft import Draft
+from dspark.nn.float8 import require_float8, use_float8
 from dspark.runs import Run, RunManifest, current_command, load_draft, new_run_id
 from dspark.training import BadFeatures, DraftData, DraftModule, MetricsTable, checkpoint_path
 from dspark.vocab import VocabMap
@@ -62,6 +63,7 @@ def main(cfg: DictConfig) -> Outcome:
 def train(cfg: DictConfig) -> Run:
     """The whole run: cache, draft, optimisation with replay validation, and the test split. Returns the finished run."""
     check_keys(cfg)
+    check_float8(cfg)
     started = time.time()
     resumed = Run.open(cfg.resume) if cfg.resume else None
     if resumed is not None:
@@ -81,6 +83,8 @@ def train(cfg: DictConfig) -> Run:
     draft = build_draft(cfg, build_draft_config(cfg, cache.manifest, len(vocab)), cache, vocab, frozen_dtype)
     draft.compile_regions = bool(cfg.trainer.compile)
     draft.checkpoint_layers = bool(cfg.trainer.checkpoint_layers)
+    if cfg.trainer.float8:
+        use_float8(draft, scaling=cfg.trainer.float8)
     contract = cache.contract().merged(**{k: v for k, v in vars(draft.contract).items() if v is not None})
     cache.contract().check(draft.contract, mine=f"cache {cache.path}", theirs="the draft's configuration")
     if resumed is None:
@@ -182,6 +186,21 @@ def budgeted_steps(cfg: DictConfig, rows: PackedRows) -> int:
     processes = int(options.devices) * int(options.num_nodes)
     rows_per_step = processes * int(options.rows_per_batch) * int(options.accumulate)
     return min(int(options.max_steps), rows.steps_for(int(options.max_tokens), rows_per_step))
+
+
+def check_float8(cfg: DictConfig) -> None:
+    """Refuse float8 products where device or precision does not allow them."""
+    options = cfg.trainer
+    if not options.float8:
+        return
+    on_cuda = options.accelerator != "cpu" and torch.cuda.is_available()
+    require_float8(torch.device("cuda" if on_cuda else "cpu"), str(options.float8))
+    precision = resolve_precision(options.precision, options.accelerator)
+    if precision != "bf16-mixed":
+        raise ValueError(
+            f"trainer.float8 is {options.float8}, but trainer.precision is {precision}: float8 products come with "
+            "bf16 activations. Set trainer.precision=bf16-mixed, or trainer.float8=false."
+        )
 
 
 def resolve_precision(precision: str, accelerator: str) -> str:

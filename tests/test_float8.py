@@ -7,6 +7,7 @@ import copy
 import jaxtyping
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 from dspark.losses import LossWeights
@@ -23,6 +24,7 @@ from dspark.nn.float8 import (
     use_float8,
 )
 from dspark.objective import draft_loss
+from experiments.train import check_float8
 from tests.builders import random_batch, random_draft
 
 LOSS = LossWeights(
@@ -222,8 +224,6 @@ def test_switching_keeps_modules_parameters_and_names():
     copied = copy.deepcopy(draft)
     batch = random_batch(draft.config, **BATCH)
     assert torch.equal(copied(batch).hidden, draft(batch).hidden)
-    with pytest.raises(ValueError, match="scaling is 'column'"):
-        use_float8(draft, scaling="column")
 
 
 def test_odd_sizes_and_calls_without_gradient_use_the_ordinary_product():
@@ -284,11 +284,31 @@ def test_recomputed_layers_have_the_same_gradients():
 
 def test_a_device_without_float8_is_refused_with_its_name(monkeypatch):
     with pytest.raises(ValueError, match=r"would run on cpu.*trainer.float8=false"):
-        require_float8(torch.device("cpu"))
+        require_float8(torch.device("cpu"), "row")
+    with pytest.raises(ValueError, match="scaling is 'column'; expected one of"):
+        require_float8(torch.device("cpu"), "column")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Old GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ValueError, match=r"8\.9 or more.*Old GPU has 8\.0.*trainer.float8=false"):
-        require_float8(torch.device("cuda"))
+        require_float8(torch.device("cuda"), "row")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    require_float8(torch.device("cuda"))
+    require_float8(torch.device("cuda"), "row")
+
+
+def test_a_run_without_the_device_or_the_precision_ends_before_it_begins(monkeypatch):
+    def check(**options):
+        check_float8(OmegaConf.create({"trainer": {"float8": "row", "precision": "auto", **options}}))
+
+    check(float8=False, accelerator="cpu")
+    with pytest.raises(ValueError, match="would run on cpu"):
+        check(accelerator="cpu")
+    with pytest.raises(ValueError, match="scaling is 'True'"):
+        check(accelerator="gpu", float8=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    check(accelerator="gpu")
+    with pytest.raises(ValueError, match="would run on cpu"):
+        check(accelerator="cpu")
+    with pytest.raises(ValueError, match=r"trainer.precision is 32-true.*precision=bf16-mixed"):
+        check(accelerator="gpu", precision="32-true")

@@ -22,8 +22,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from dspark.nn.draft import Draft
-
 SCALINGS = ("tensor", "row")
 VALUE = torch.float8_e4m3fn  # 3 bits of mantissa
 SLOPE = {
@@ -36,8 +34,10 @@ STEP = 16  # sizes of operands are multiples of this
 CAPABILITY = (8, 9)  # Ada; Hopper is 9.0
 
 
-def require_float8(device: torch.device) -> None:
-    """Raises ValueError, naming the device and the remedy, where `device` has no float8 products."""
+def require_float8(device: torch.device, scaling: str) -> None:
+    """Raises ValueError for an unknown `scaling`, and where `device` has no float8 products, naming it and the remedy."""
+    if scaling not in SCALINGS:
+        raise ValueError(f"float8 scaling is {scaling!r}; expected one of {SCALINGS}, or false for none.")
     remedy = "Set trainer.float8=false, or train on such a device."
     needs = "float8 products need a CUDA device of compute capability 8.9 or more (Ada, Hopper or newer)"
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -48,13 +48,11 @@ def require_float8(device: torch.device) -> None:
         raise ValueError(f"{needs}, but {name} has {found[0]}.{found[1]}. {remedy}")
 
 
-def use_float8(draft: Draft, *, scaling: str) -> None:
-    """Let the projections of the draft's layers multiply in float8 when they train. Modules, parameters and names stay.
+def use_float8(draft: nn.Module, *, scaling: str) -> None:
+    """Let the projections of a draft's layers multiply in float8 when they train. Modules, parameters and names stay.
 
-    Raises ValueError for an unknown `scaling`. Whether the device can is a question for `require_float8`.
+    Whether scaling and device will do is a question for `require_float8`.
     """
-    if scaling not in SCALINGS:
-        raise ValueError(f"float8 scaling is {scaling!r}; expected one of {SCALINGS}.")
     for module in draft.layers.modules():
         if isinstance(module, nn.Linear) and module.bias is None:
             module.__class__ = Float8Linear

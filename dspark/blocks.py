@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -87,21 +88,24 @@ def sample_anchors(
 
     Padding repeats the row's last drawn anchor (0 without any) so that sorted order, which attention relies on, holds.
     """
-    candidate = anchor_candidates(loss_mask, doc_start)
-    rows = candidate.shape[0]
-    anchors = torch.zeros(rows, num_anchors, dtype=torch.int64)
-    valid = torch.zeros(rows, num_anchors, dtype=torch.bool)
-    for b in range(rows):
-        places = candidate[b].nonzero().squeeze(-1).cpu()
-        if places.numel() > num_anchors:
-            chosen = torch.randperm(places.numel(), generator=generator)[:num_anchors]
-            places = places[chosen.sort().values]
-        count = places.numel()
-        anchors[b, :count] = places
-        valid[b, :count] = True
-        if 0 < count < num_anchors:
-            anchors[b, count:] = places[-1]
-    return anchors.to(loss_mask.device), valid.to(loss_mask.device)
+    candidate = anchor_candidates(loss_mask, doc_start).cpu().numpy()
+    anchors = np.zeros((len(candidate), num_anchors), dtype=np.int64)
+    valid = np.zeros((len(candidate), num_anchors), dtype=bool)
+    for b in range(len(candidate)):
+        valid[b, : draw_anchors(np.flatnonzero(candidate[b]), anchors[b], generator)] = True
+    return torch.from_numpy(anchors).to(loss_mask.device), torch.from_numpy(valid).to(loss_mask.device)
+
+
+def draw_anchors(places: np.ndarray, out: np.ndarray, generator: torch.Generator) -> int:
+    """Fill `out` int64 [A] from one row's candidates `places` as `sample_anchors` says; returns how many are not padding."""
+    if len(places) > len(out):
+        drawn = np.zeros(len(places), dtype=bool)
+        drawn[torch.randperm(len(places), generator=generator)[: len(out)].numpy()] = True
+        places = places[drawn]
+    count = len(places)
+    out[:count] = places
+    out[count:] = places[-1] if count else 0
+    return count
 
 
 def build_blocks(batch: DraftBatch, config: DraftConfig) -> Blocks:

@@ -24,7 +24,7 @@ from torch import Tensor
 from dspark.acceptance import tau_from_counts
 from dspark.blocks import DraftBatch
 from dspark.data.batches import all_anchors, collate_documents, pack_rows
-from dspark.data.features import DocumentInfo, FeatureCache, target_lse
+from dspark.data.features import DocumentInfo, Features, target_lse
 from dspark.decode import DecodeSettings, Round
 from dspark.nn.draft import Draft
 from dspark.replay import Replay, check_proposals, replay_documents
@@ -44,7 +44,7 @@ ROW_TOKENS = 2048  # documents packed into one replay forward
 class CachedTargets:
     """What replay needs of a cache beside its documents: the final norm, and log-sum-exps at other temperatures."""
 
-    def __init__(self, cache: FeatureCache) -> None:
+    def __init__(self, cache: Features) -> None:
         self.manifest = cache.manifest
         self.weights = cache.verifier_weights()
 
@@ -75,7 +75,7 @@ class CachedTargets:
 
 def replay_tables(
     draft: Draft,
-    cache: FeatureCache,
+    cache: Features,
     documents: Sequence[int],
     *,
     run_id: str,

@@ -33,7 +33,7 @@ from dspark.acceptance import tau_from_counts
 from dspark.blocks import DraftBatch
 from dspark.config import Contract
 from dspark.data.batches import HeldOutDocuments, PackedRows, StreamSampler, stack_rows
-from dspark.data.features import FeatureCache
+from dspark.data.features import Features
 from dspark.losses import LossWeights
 from dspark.nn.draft import Draft
 from dspark.objective import LossSums, draft_loss
@@ -383,12 +383,12 @@ class BadFeatures(Callback):
 
 
 class DraftData(L.LightningDataModule):
-    """Packed training rows and held-out documents of one feature cache; owns the position in the training stream."""
+    """Packed training rows and held-out documents of one set of features; owns the position in the training stream."""
 
     def __init__(
         self,
         *,
-        cache: FeatureCache,
+        cache: Features,
         rows: PackedRows,
         validation: list[int],
         rows_per_batch: int,
@@ -413,7 +413,7 @@ class DraftData(L.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         device = self.trainer.strategy.root_device
         if self.resident and self.rows.resident is None:
-            self.rows.make_resident(device)
+            self.rows.make_resident(device, self.validation)
         sampler = StreamSampler(
             self.total_batches,
             self.rows_per_batch,
@@ -428,7 +428,7 @@ class DraftData(L.LightningDataModule):
             collate_fn=stack_rows,
             num_workers=self.num_workers,
             multiprocessing_context="forkserver" if self.num_workers else None,
-            pin_memory=device.type == "cuda" and not self.resident,
+            pin_memory=device.type == "cuda" and not self.resident and self.cache.device is None,
             **workers,
         )
 
@@ -477,7 +477,7 @@ class _RankShare(torch.utils.data.Dataset):
 
 
 def _with_temperature(
-    item: tuple[DraftBatch, int] | None, cache: FeatureCache
+    item: tuple[DraftBatch, int] | None, cache: Features
 ) -> tuple[DraftBatch, int, float] | None:
     if item is None:
         return None

@@ -1,4 +1,4 @@
-"""From a composed configuration and a feature cache to the objects that train: the only place that reads both."""
+"""From a composed configuration and a set of features to the objects that train: the only place that reads both."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from dspark.config import DraftConfig
-from dspark.data.features import FeatureCache, Manifest
+from dspark.data.features import Features, Manifest
 from dspark.losses import LossWeights
 from dspark.nn.draft import Draft
 from dspark.training import OptimizerConfig
 from dspark.vocab import VocabMap
+from experiments.collect import ensure_cache, online_features
 
 TRAIN_GROUPS = {
     "draft": (
@@ -46,10 +47,29 @@ def check_keys(cfg: DictConfig) -> None:
             raise ValueError(f"{group}.{missing[0]} has no value; set it in configs/{group}/.")
 
 
-def tapped_layers(cfg: DictConfig, manifest: Manifest) -> list[int]:
-    """The cached layers that the draft reads: `draft.taps`, where negative numbers count from the deepest, or all of them.
+def open_features(cfg: DictConfig) -> Features:
+    """The documents that `data` and `verifier` name, from a cache or captured on demand as `data.source` says.
 
-    Raises ValueError for a number that counts further than the cache goes.
+    Raises ValueError for another source, and where worker processes would each need a verifier.
+    """
+    match cfg.data.source:
+        case "cache":
+            return ensure_cache(cfg)
+        case "online":
+            if cfg.trainer.num_workers:
+                raise ValueError(
+                    "data.source=online captures hidden states in the training process; trainer.num_workers is "
+                    f"{cfg.trainer.num_workers}, set it to 0."
+                )
+            return online_features(cfg)
+        case other:
+            raise ValueError(f"data.source is {other!r}; expected cache or online.")
+
+
+def tapped_layers(cfg: DictConfig, manifest: Manifest) -> list[int]:
+    """The captured layers that the draft reads: `draft.taps`, where negative numbers count from the deepest, or all of them.
+
+    Raises ValueError for a number that counts further than there are layers.
     """
     stored = list(manifest.aux_layer_ids)
     if cfg.draft.taps is None:
@@ -60,12 +80,10 @@ def tapped_layers(cfg: DictConfig, manifest: Manifest) -> list[int]:
     return [stored[i] if i < 0 else i for i in asked]
 
 
-def response_counts(cache: FeatureCache, documents: Sequence[int]) -> torch.Tensor:
+def response_counts(features: Features, documents: Sequence[int]) -> torch.Tensor:
     """How often each verifier token occurs among the supervised tokens of `documents`, int64 [W]."""
-    counts = torch.zeros(cache.manifest.verifier.vocab_size, dtype=torch.int64)
-    for ids, mask in map(cache.tokens, documents):
-        counts += torch.bincount(ids[mask], minlength=len(counts))
-    return counts
+    supervised = [ids[mask] for ids, mask in map(features.tokens, documents)]
+    return torch.bincount(torch.cat(supervised), minlength=features.manifest.verifier.vocab_size)
 
 
 def build_vocab(cfg: DictConfig, manifest: Manifest, counts: torch.Tensor) -> VocabMap:
@@ -129,10 +147,10 @@ def build_optimizer(cfg: DictConfig) -> OptimizerConfig:
 
 
 def build_draft(
-    cfg: DictConfig, config: DraftConfig, cache: FeatureCache, vocab: VocabMap, dtype: torch.dtype
+    cfg: DictConfig, config: DraftConfig, features: Features, vocab: VocabMap, dtype: torch.dtype
 ) -> Draft:
-    """A draft with random trainable weights over the cache's frozen tensors."""
+    """A draft with random trainable weights over the verifier's frozen tensors."""
     draft = Draft(config, attention_backend=str(cfg.draft.attention_backend))
-    weights = cache.verifier_weights()
+    weights = features.verifier_weights()
     draft.set_frozen(weights["embed_tokens.weight"], weights["lm_head.weight"], vocab, dtype)
     return draft

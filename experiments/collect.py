@@ -7,11 +7,13 @@ command continues with the next document. The last line counts documents, tokens
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from dspark.data.capture import capture_documents, recheck
+from dspark.data.capture import capture_documents, length_batches, recheck
 from dspark.data.engine_log import engine_documents, read_engine_log
 from dspark.data.features import (
     MANIFEST,
@@ -33,6 +35,7 @@ from dspark.data.features import (
     document_bytes,
 )
 from dspark.data.foreign import ForeignRow, foreign_documents, read_speculators, read_vllm
+from dspark.data.online import OnlineFeatures
 from dspark.data.prompts import Prompt, read_jsonl, self_prompts
 from dspark.data.responses import TokenDocument, TokenSet, answer_prompts
 from dspark.data.synthetic import tiny_verifier
@@ -61,10 +64,7 @@ def ensure_cache(cfg: DictConfig) -> FeatureCache:
 
     Works with any command's configuration that has these two groups; the rest is `configs/collect.yaml`.
     """
-    options = OmegaConf.load(Path(CONFIGS) / "collect.yaml")
-    for key in ("defaults", "hydra"):
-        options.pop(key)
-    options = OmegaConf.merge(options, {"verifier": cfg.verifier, "data": cfg.data})
+    options = collect_options(cfg)
     path = cache_path(options)
     if not (path / MANIFEST).is_file():
         if options.data.cache:
@@ -72,8 +72,11 @@ def ensure_cache(cfg: DictConfig) -> FeatureCache:
                 f"data.cache={options.data.cache} holds no finished cache; collect it first, or leave it null."
             )
         console.print(f"no cache at {path} yet: collecting it once", highlight=False)
-        collect_cache(options)
-    cache = FeatureCache.open(path)
+        collect_cache(options)  # and reads it back
+        cache = FeatureCache.open(path, verify="sizes")
+    else:
+        cache = FeatureCache.open(path)
+    cache.progress = partial(progress_bar, options)
     wanted = {
         "aux_layer_ids": options.verifier.aux_layer_ids,
         "mask_token_id": options.verifier.mask_token_id,
@@ -89,6 +92,49 @@ def ensure_cache(cfg: DictConfig) -> FeatureCache:
     return cache
 
 
+def online_features(cfg: DictConfig) -> OnlineFeatures:
+    """The documents of a cache that `cfg.verifier` and `cfg.data` name, in its order, captured when they are read.
+
+    Answers to prompts are generated first unless they are there. Raises ValueError for data that come with hidden states.
+    """
+    options = collect_options(cfg)
+    if options.data.cache:
+        raise ValueError(
+            f"data.source=online computes hidden states, but data.cache={options.data.cache} names a cache; use data.source=cache, "
+            "or leave data.cache null."
+        )
+    if options.data.kind == "foreign":
+        raise ValueError(
+            f"data={options.data.name} holds hidden states that another tool captured; use data.source=cache."
+        )
+    verifier = load_verifier(options)
+    aux_layer_ids, mask_token_id = aux_ids(options, verifier), checked_mask_token(options, verifier)
+    tokens, _, provenance = token_documents(options, verifier, mask_token_id, estimate=False)
+    batches = length_batches(
+        [len(d.input_ids) for d in tokens],
+        tokens_per_batch=batch_tokens(options, verifier),
+        seed=int(options.seed),
+    )
+    features = OnlineFeatures(
+        Path(options.data.path) if options.data.kind == "engine" else set_stem(options),
+        described(verifier, aux_layer_ids, mask_token_id, provenance),
+        verifier,
+        [tokens[i] for batch in batches for i in batch],
+        tokens_per_batch=batch_tokens(options.data, verifier),
+    )
+    features.progress = partial(progress_bar, options)
+    return features
+
+
+def collect_options(cfg: DictConfig) -> DictConfig:
+    """`configs/collect.yaml` with the `verifier` and `data` groups of another command, quiet where its trainer is."""
+    options = OmegaConf.load(Path(CONFIGS) / "collect.yaml")
+    for key in ("defaults", "hydra"):
+        options.pop(key)
+    options.progress = OmegaConf.select(cfg, "trainer.progress", default=True)
+    return OmegaConf.merge(options, {"verifier": cfg.verifier, "data": cfg.data})
+
+
 def load_verifier(cfg: DictConfig) -> Verifier:
     """The verifier that the `verifier` group describes."""
     options = cfg.verifier
@@ -100,6 +146,8 @@ def load_verifier(cfg: DictConfig) -> Verifier:
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":  # of several processes on a machine, each has its own GPU
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     match options.kind:
         case "smollm2":
             return Verifier.load_smollm2(cache_dir=options.cache_dir, compute_dtype=dtype, device=device)
@@ -132,6 +180,13 @@ def cache_path(cfg: DictConfig) -> Path:
     )
 
 
+def set_stem(cfg: DictConfig) -> Path:
+    """Where the token-level set lies, without extension: the one that was named, else beside the cache."""
+    if cfg.data.kind == "tokens":
+        return EMBEDDED if cfg.data.path == "embedded" else Path(cfg.data.path)
+    return cache_path(cfg) / "responses"
+
+
 def collect_cache(cfg: DictConfig) -> Manifest | None:
     """Everything from prompts or tokens to a verified cache; returns its manifest (None after an estimate)."""
     started = time.time()
@@ -149,32 +204,10 @@ def collect_cache(cfg: DictConfig) -> Manifest | None:
             "generation": {"temperature": cfg.data.temperature},
         }
     else:
-        token_set = token_level_set(
-            cfg, verifier, mask_token_id, path / "responses", estimate=bool(cfg.estimate)
+        tokens, skipped, provenance = token_documents(
+            cfg, verifier, mask_token_id, estimate=bool(cfg.estimate)
         )
-        tokens, skipped = list(token_set.documents), Counter(token_set.manifest["skipped"])
-        provenance = {
-            "dataset": token_set.manifest["dataset"],
-            "responses_by": token_set.manifest["responses_by"],
-            "generation": token_set.manifest["generation"],
-        }
-        if cfg.limit and cfg.data.kind == "tokens":
-            skipped["over_limit"] += max(0, len(tokens) - int(cfg.limit))
-            tokens = evenly(tokens, int(cfg.limit))
-    manifest = Manifest(
-        verifier=verifier.info,
-        aux_layer_ids=aux_layer_ids,
-        mask_token_id=mask_token_id,
-        last="pre_norm" if rows else "post_norm",
-        capture={
-            "use_cache": False,
-            "prefix_caching": False,
-            "chunked_prefill": False,
-            "foreign": bool(rows),
-        },
-        command=current_command(),
-        **provenance,
-    )
+    manifest = described(verifier, aux_layer_ids, mask_token_id, provenance, foreign=bool(rows))
     expected = estimated_bytes(tokens, manifest)
     console.print(
         f"{len(tokens)} documents, {sum(len(d.input_ids) for d in tokens)} tokens: about {gigabytes(expected)} at {path}",
@@ -207,7 +240,7 @@ def collect_cache(cfg: DictConfig) -> Manifest | None:
                 verifier,
                 [tokens[i] for i in missing],
                 aux_layer_ids=aux_layer_ids,
-                tokens_per_batch=int(cfg.tokens_per_batch),
+                tokens_per_batch=batch_tokens(cfg, verifier),
                 seed=int(cfg.seed),
             )
         with progress_bar(cfg, "capturing", sum(len(tokens[i].input_ids) for i in missing)) as advance:
@@ -226,6 +259,44 @@ def collect_cache(cfg: DictConfig) -> Manifest | None:
         soft_wrap=True,
     )
     return written
+
+
+def described(
+    verifier: Verifier,
+    aux_layer_ids: tuple[int, ...],
+    mask_token_id: int,
+    provenance: dict[str, Any],
+    *,
+    foreign: bool = False,
+) -> Manifest:
+    """What the features of `verifier` mean and where their documents came from; nothing is counted yet."""
+    return Manifest(
+        verifier=verifier.info,
+        aux_layer_ids=aux_layer_ids,
+        mask_token_id=mask_token_id,
+        last="pre_norm" if foreign else "post_norm",
+        capture={"use_cache": False, "prefix_caching": False, "chunked_prefill": False, "foreign": foreign},
+        command=current_command(),
+        **provenance,
+    )
+
+
+def token_documents(
+    cfg: DictConfig, verifier: Verifier, mask_token_id: int, *, estimate: bool
+) -> tuple[list[TokenDocument], Counter[str], dict[str, Any]]:
+    """The documents to capture, what was left out of them, and where they came from."""
+    token_set = token_level_set(cfg, verifier, mask_token_id, set_stem(cfg), estimate=estimate)
+    tokens, skipped = list(token_set.documents), Counter(token_set.manifest["skipped"])
+    if cfg.limit and cfg.data.kind == "tokens":
+        skipped["over_limit"] += max(0, len(tokens) - int(cfg.limit))
+        tokens = evenly(tokens, int(cfg.limit))
+    return tokens, skipped, {k: token_set.manifest[k] for k in ("dataset", "responses_by", "generation")}
+
+
+def batch_tokens(options: DictConfig, verifier: Verifier) -> int:
+    """`tokens_per_batch`, or what keeps the verifier's device busy."""
+    default = 32768 if verifier.device.type == "cuda" else 2048
+    return int(options.tokens_per_batch or default)
 
 
 def collect_tokens(cfg: DictConfig) -> TokenSet:
@@ -264,11 +335,9 @@ def show_mask(cfg: DictConfig) -> None:
         tokens = [row.document for row in foreign_rows(cfg)[0]]
     else:
         narrowed = OmegaConf.merge(cfg, {"limit": count}) if cfg.data.kind != "tokens" else cfg
-        stem = cache_path(cfg) / "responses"
+        mask_token_id = checked_mask_token(cfg, verifier)
         tokens = list(
-            token_level_set(
-                narrowed, verifier, checked_mask_token(cfg, verifier), stem, estimate=False
-            ).documents
+            token_level_set(narrowed, verifier, mask_token_id, set_stem(cfg), estimate=False).documents
         )
     for document in evenly(tokens, count):
         line = Text(
@@ -330,10 +399,10 @@ def checked_mask_token(cfg: DictConfig, verifier: Verifier) -> int:
 def token_level_set(
     cfg: DictConfig, verifier: Verifier, mask_token_id: int, stem: Path, *, estimate: bool
 ) -> TokenSet:
-    """Documents as tokens: read from a set, or the verifier's answers to prompts, saved at `stem` as they come."""
+    """Documents as tokens: read from the set at `stem`, or the verifier's answers to prompts, saved there as they come."""
     data = cfg.data
     if data.kind == "tokens":
-        token_set = TokenSet.load(EMBEDDED if data.path == "embedded" else data.path)
+        token_set = TokenSet.load(stem)
         token_set.check_verifier(verifier.info)
         return token_set
     if data.kind == "engine":

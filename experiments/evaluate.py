@@ -30,7 +30,7 @@ from dspark.analysis import tables
 from dspark.blocks import DraftBatch
 from dspark.config import Contract
 from dspark.data.batches import HeldOutDocuments
-from dspark.data.features import FeatureCache
+from dspark.data.features import FeatureCache, Features
 from dspark.data.generation import Request, Response, generate
 from dspark.data.prompts import Prompt, read_jsonl
 from dspark.data.responses import TokenDocument, answer_prompts, row_seed
@@ -61,7 +61,7 @@ def main(cfg: DictConfig) -> None:
 # ---- replay
 
 
-def replay_split(run: Run, cache: FeatureCache, *, split: str, limit: int | None = None) -> dict[str, object]:
+def replay_split(run: Run, cache: Features, *, split: str, limit: int | None = None) -> dict[str, object]:
     """Replay one split's greedy answers (all of them, or `limit` spread over the split) with a run's best draft: greedy
     drafts, every trained proposal. A cache without greedy answers is replayed as it is.
 
@@ -134,14 +134,14 @@ def replay_sets(cfg: DictConfig) -> None:
     report(cfg, runs, measured, f"{replayed} documents replayed in {time.time() - started:.0f} s")
 
 
-def draft_for_cache(run: Run, cache: FeatureCache, device: str) -> tuple[Draft, FeatureCache]:
-    """A run's best draft in fp32 with the cache's embeddings, and the cache with the layers that this draft reads.
+def draft_for_cache(run: Run, cache: Features, device: str) -> tuple[Draft, Features]:
+    """A run's best draft in fp32 with the verifier's embeddings, and the features with the layers that this draft reads.
 
     Raises ValueError when the two do not belong together.
     """
     draft, contract, _ = load_draft(run.checkpoint("best"), attention_backend="auto")
     cache = cache.for_draft(contract)
-    contract.check(cache.contract(), mine=f"run {run.path.name}", theirs=f"cache {cache.path}")
+    contract.check(cache.contract(), mine=f"run {run.path.name}", theirs=f"{cache.name} {cache.path}")
     draft = draft.float().to(device)
     draft.set_embedding(cache.verifier_weights()["embed_tokens.weight"], torch.float32)
     return draft.eval(), cache
@@ -791,7 +791,7 @@ def proposals(cfg: DictConfig, draft: Draft) -> int:
     return draft.config.num_proposals if cfg.num_proposals is None else int(cfg.num_proposals)
 
 
-def cache_label(cache: FeatureCache, split: str | None, domain: str | None = None) -> str:
+def cache_label(cache: Features, split: str | None, domain: str | None = None) -> str:
     """Name of a set: the cache folder's, which is the verifier's for the default data, with split and domain."""
     return "-".join([cache.path.name, *([split] if split else []), *([domain] if domain else [])])
 

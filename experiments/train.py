@@ -25,7 +25,8 @@ from rich.console import Console
 
 from dspark.config import Contract
 from dspark.data.batches import PackedRows
-from dspark.data.features import FeatureCache
+from dspark.data.features import Features
+from dspark.data.online import OnlineFeatures
 from dspark.nn.draft import Draft
 from dspark.nn.float8 import require_float8, use_float8
 from dspark.runs import Run, RunManifest, current_command, load_draft, new_run_id
@@ -39,11 +40,12 @@ from experiments.build import (
     build_optimizer,
     build_vocab,
     check_keys,
+    open_features,
     response_counts,
     tapped_layers,
 )
 from experiments.cli import command
-from experiments.collect import ensure_cache, load_verifier
+from experiments.collect import load_verifier
 from experiments.evaluate import replay_split
 from experiments.sweep import Outcome, cell_overrides, config_sha, finished_run, in_sweep
 
@@ -70,7 +72,7 @@ def train(cfg: DictConfig) -> Run:
         check_resumable(resumed, cfg)  # refuse before any expensive work
     L.seed_everything(cfg.seed, verbose=False)
     quiet()
-    cache = ensure_cache(cfg)
+    cache = open_features(cfg)
     cache = cache.with_taps(tapped_layers(cfg, cache.manifest))
     rows, validation = split_documents(cfg, cache)
     steps = budgeted_steps(cfg, rows)
@@ -86,7 +88,9 @@ def train(cfg: DictConfig) -> Run:
     if cfg.trainer.float8:
         use_float8(draft, scaling=cfg.trainer.float8)
     contract = cache.contract().merged(**{k: v for k, v in vars(draft.contract).items() if v is not None})
-    cache.contract().check(draft.contract, mine=f"cache {cache.path}", theirs="the draft's configuration")
+    cache.contract().check(
+        draft.contract, mine=f"{cache.name} {cache.path}", theirs="the draft's configuration"
+    )
     if resumed is None:
         start_weights(cfg, draft, contract, cache, rows.documents, vocab, earlier)
 
@@ -151,7 +155,7 @@ def quiet() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def split_documents(cfg: DictConfig, cache: FeatureCache) -> tuple[PackedRows, list[int]]:
+def split_documents(cfg: DictConfig, cache: Features) -> tuple[PackedRows, list[int]]:
     """Training rows and the validation documents: the split's greedy answers, evenly spread."""
     train_documents = cache.select(split="train")
     validation = cache.greedy_first("validation")
@@ -218,7 +222,7 @@ def _has_matrix_units() -> bool:
     return False
 
 
-def verifier_norm(cache: FeatureCache) -> tuple[torch.Tensor, float] | None:
+def verifier_norm(cache: Features) -> tuple[torch.Tensor, float] | None:
     """(weight, eps) of the verifier's final norm where the cache holds states from before it."""
     if cache.manifest.last == "post_norm":
         return None
@@ -244,7 +248,7 @@ def start_weights(
     cfg: DictConfig,
     draft: Draft,
     contract: Contract,
-    cache: FeatureCache,
+    cache: Features,
     documents: list[int],
     vocab: VocabMap,
     earlier: WarmStart | None,
@@ -271,10 +275,10 @@ def start_weights(
                 f"draft.num_layers is {config.num_layers}, but the verifier has {config.num_verifier_layers} layers to start "
                 "from; use draft.init=random."
             )
-        verifier = load_verifier(cfg)
+        verifier = cache.verifier if isinstance(cache, OnlineFeatures) else load_verifier(cfg)
         cache.contract().check(
             Contract(verifier_sha=verifier.info.weights_sha),
-            mine=f"cache {cache.path}",
+            mine=f"{cache.name} {cache.path}",
             theirs=f"verifier {verifier.info.name}",
         )
         first = verifier.info.num_layers - config.num_layers
@@ -291,7 +295,7 @@ def start_weights(
         )
 
 
-def start_run(cfg: DictConfig, cache: FeatureCache, rows: PackedRows) -> Run:
+def start_run(cfg: DictConfig, cache: Features, rows: PackedRows) -> Run:
     """Create the run folder with everything needed to say what this run is. Only the first process writes it."""
     overrides = cell_overrides()
     ablation = next(
@@ -314,7 +318,7 @@ def start_run(cfg: DictConfig, cache: FeatureCache, rows: PackedRows) -> Run:
             "revision": manifest.verifier.revision,
         },
         data={
-            "cache": str(cache.path),
+            **cache.origin(),
             "prompts_sha": manifest.prompts_sha,
             "responses_by": manifest.responses_by,
             "documents": len(rows.documents),
@@ -332,7 +336,7 @@ def start_run(cfg: DictConfig, cache: FeatureCache, rows: PackedRows) -> Run:
 
 
 def describe(
-    cfg: DictConfig, draft: Draft, cache: FeatureCache, rows: PackedRows, precision: str, steps: int, run: Run
+    cfg: DictConfig, draft: Draft, cache: Features, rows: PackedRows, precision: str, steps: int, run: Run
 ) -> str:
     """What is about to be trained, in a few lines."""
     config = draft.config
@@ -392,7 +396,7 @@ def build_trainer(cfg: DictConfig, run: Run, rows: PackedRows, precision: str, s
 
 
 def finish(
-    cfg: DictConfig, run: Run, cache: FeatureCache, seconds: float, module: DraftModule, trainer: L.Trainer
+    cfg: DictConfig, run: Run, cache: Features, seconds: float, module: DraftModule, trainer: L.Trainer
 ) -> dict[str, object]:
     """Replay the test split with the best draft and close the manifest."""
     results: dict[str, object] = {

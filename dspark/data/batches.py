@@ -7,7 +7,7 @@ resumed at batch k sees what the uninterrupted run would have seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from dspark.blocks import DraftBatch, anchor_candidates, sample_anchors
-from dspark.data.features import Document, FeatureCache
+from dspark.blocks import DraftBatch, anchor_candidates, draw_anchors, sample_anchors
+from dspark.data.features import Document, Features, finite
 
 
 def pack_rows(
@@ -67,74 +67,138 @@ def collate_documents(
 
 def pack_tokens(documents: Sequence[tuple[Tensor, Tensor]], seq_length: int) -> dict[str, Tensor]:
     """`input_ids`, `positions`, `doc_start` and `loss_mask` [seq_length] of documents given as (ids, mask), end to end."""
+    positions, doc_start = row_layout([len(ids) for ids, _ in documents], seq_length)
     row = {
         "input_ids": torch.zeros(seq_length, dtype=torch.int64),
-        "positions": torch.zeros(seq_length, dtype=torch.int64),
-        "doc_start": torch.arange(seq_length),
+        "positions": torch.from_numpy(positions),
+        "doc_start": torch.from_numpy(doc_start),
         "loss_mask": torch.zeros(seq_length, dtype=torch.bool),
     }
-    at = 0
-    for ids, mask in documents:
-        end = min(at + len(ids), seq_length)
-        row["input_ids"][at:end] = ids[: end - at]
-        row["positions"][at:end] = torch.arange(end - at)
-        row["doc_start"][at:end] = at
-        row["loss_mask"][at:end] = mask[: end - at]
-        at = end
+    for name, parts in zip(("input_ids", "loss_mask"), zip(*documents, strict=True), strict=False):
+        tokens = torch.cat(parts)[:seq_length]
+        row[name][: len(tokens)] = tokens
     return row
+
+
+def row_layout(lengths: Sequence[int] | np.ndarray, seq_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """`positions` and `doc_start` int64 [seq_length] of documents end to end; each padding token is its own document."""
+    doc_start = np.arange(seq_length)
+    ends = np.minimum(np.cumsum(lengths, dtype=np.int64), seq_length)
+    sizes = np.diff(ends, prepend=0)
+    doc_start[: sizes.sum()] = np.repeat(ends - sizes, sizes)
+    return np.arange(seq_length) - doc_start, doc_start
 
 
 class ResidentFeatures:
     """The features of some documents in one device's memory, so that a row is a gather there and nothing is copied to it.
 
-    A GPU's training step is shorter than reading, packing and moving its features from disk; a cache that fits in the
+    A GPU's training step is shorter than reading, packing and moving its features from disk; features that fit in the
     device's memory need not be read twice.
     """
 
-    def __init__(self, cache: FeatureCache, documents: Sequence[int], device: torch.device | str) -> None:
-        """Load `documents`. Those with NaN or infinite features are kept out and counted in `bad`."""
-        self.tokens: dict[int, tuple[Tensor, Tensor]] = {}
-        self.first: dict[int, int] = {}
-        self.bad = 0
-        total = sum(cache.info(d).tokens for d in documents)
-        manifest = cache.manifest
+    def __init__(
+        self,
+        source: Features,
+        documents: Sequence[int],
+        device: torch.device | str,
+        advance: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
+        """Load `documents`, or capture them. Those with NaN or infinite features are kept out and counted in `bad`.
+
+        `advance` receives token counts as they arrive. Raises ValueError where a GPU lacks the memory.
+        """
+        device = torch.device(device)
+        total = sum(source.info(d).tokens for d in documents)
+        manifest = source.manifest
         layers, hidden = len(manifest.aux_layer_ids), manifest.verifier.hidden_size
+        self._check_room((total + 1) * (2 * hidden * (layers + 1) + 4), device)
         # Row 0 stays zero: padding reads it.
         self.aux = torch.zeros(total + 1, layers, hidden, dtype=torch.bfloat16, device=device)
         self.last = torch.zeros(total + 1, hidden, dtype=torch.bfloat16, device=device)
         self.lse = torch.zeros(total + 1, device=device)
-        at = 1
-        for number in documents:
-            document = cache[number]
-            if not finite(document):
-                self.bad += 1
-                continue
-            end = at + len(document.input_ids)
-            for store in ("aux", "last", "lse"):
-                getattr(self, store)[at:end] = getattr(document, store).to(device)
-            self.tokens[number] = (document.input_ids, document.loss_mask)
-            self.first[number] = at
-            at = end
+        self.ids, self.mask, self.candidate = (np.zeros(total + 1, dtype=np.int64) for _ in range(3))
+        self.places: dict[int, tuple[int, int]] = {}  # number -> (first token in the tensors above, tokens)
+        flags, at = [], 1
+        for part in source.packed(documents, device):
+            end = at + len(part.lse)
+            for name in ("aux", "last", "lse"):
+                getattr(self, name)[at:end].copy_(getattr(part, name), non_blocking=True)
+            flags.append(self._sound_tokens(at, end))
+            advance(end - at)
+            for number in part.documents:
+                ids, mask = source.tokens(number)
+                own = slice(at, at + len(ids))
+                self.places[number] = (at, len(ids))
+                self.ids[own], self.mask[own] = ids.numpy(), mask.numpy()
+                alone = anchor_candidates(mask[None], torch.zeros(1, len(ids), dtype=torch.int64))
+                self.candidate[own] = alone[0].numpy()
+                at += len(ids)
+        sound = torch.cat(flags).cpu().numpy()
+        starts = np.array([first for first, _ in self.places.values()]) - 1
+        whole = np.logical_and.reduceat(sound, starts).tolist()
+        self.bad = whole.count(False)
+        self.places = {n: place for (n, place), ok in zip(self.places.items(), whole, strict=True) if ok}
 
     @staticmethod
-    def bytes_needed(cache: FeatureCache, documents: Sequence[int]) -> int:
-        manifest = cache.manifest
-        width = 2 * manifest.verifier.hidden_size * (len(manifest.aux_layer_ids) + 1) + 4
-        return width * sum(cache.info(d).tokens for d in documents)
+    def _check_room(need: int, device: torch.device) -> None:
+        if device.type != "cuda":
+            return
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        free -= torch.cuda.memory_allocated(device)
+        if need > free:
+            raise ValueError(
+                f"the training features take {need / 1e9:.1f} GB, {device} has {free / 1e9:.1f} GB free; set "
+                "trainer.resident=false, or train on fewer layers (draft.taps) or documents."
+            )
 
-    def row(self, documents: Sequence[int], seq_length: int) -> dict[str, Tensor]:
-        """A packed row as `collate_documents` makes it, features on the device and tokens on the CPU."""
-        held = [d for d in documents if d in self.first]
-        tokens = pack_tokens([self.tokens[d] for d in held], seq_length)
-        source = torch.zeros(seq_length, dtype=torch.int64)
-        at = 0
-        for d in held:
-            end = min(at + len(self.tokens[d][0]), seq_length)
-            source[at:end] = torch.arange(self.first[d], self.first[d] + end - at)
-            at = end
-        source = source.to(self.aux.device, non_blocking=True)
-        features = {"aux": self.aux[source], "last": self.last[source], "lse": self.lse[source]}
-        return {name: tensor.unsqueeze(0) for name, tensor in (tokens | features).items()}
+    def _sound_tokens(self, at: int, end: int) -> Tensor:
+        """bool [end - at]: whether all features of a token are numbers. Times 0 only numbers give 0."""
+        parts = (self.aux[at:end].flatten(1), self.last[at:end], self.lse[at:end, None])
+        return sum((part * 0).sum(-1, dtype=torch.float32) for part in parts) == 0
+
+    def rows(
+        self,
+        rows: Sequence[Sequence[int]],
+        seq_length: int,
+        num_anchors: int,
+        generators: Sequence[torch.Generator],
+    ) -> DraftBatch:
+        """Packed rows as `collate_documents` makes them, with anchors, on the device.
+
+        All integers cross in one transfer: eight small ones a row would cost more than the step's own launches.
+        """
+        count, device = len(rows), self.aux.device
+        tokens, drawn = 5 * count * seq_length, 2 * count * num_anchors
+        buffer = torch.empty(tokens + drawn, dtype=torch.int64, pin_memory=device.type == "cuda")
+        per_token = buffer[:tokens].view(5, count, seq_length).numpy()
+        per_anchor = buffer[tokens:].view(2, count, num_anchors).numpy()
+        for b, documents in enumerate(rows):
+            held = [self.places[d] for d in documents if d in self.places]
+            firsts, lengths = np.array(held, dtype=np.int64).reshape(-1, 2).T
+            positions, doc_start = row_layout(lengths, seq_length)
+            source = np.zeros(seq_length, dtype=np.int64)
+            where = np.repeat(firsts, lengths)[:seq_length]
+            source[: len(where)] = where + positions[: len(where)]
+            for k, values in enumerate((self.ids[source], positions, doc_start, self.mask[source], source)):
+                per_token[k, b] = values
+            # What a cropped row ends with has no next token there.
+            places = np.flatnonzero(self.candidate[source[:-1]])
+            drawn = draw_anchors(places, per_anchor[0, b], generators[b])
+            per_anchor[1, b] = np.arange(num_anchors) < drawn
+        moved = buffer.to(device, non_blocking=True)
+        ids, positions, doc_start, mask, source = moved[:tokens].view(5, count, seq_length)
+        anchors, valid = moved[tokens:].view(2, count, num_anchors)
+        return DraftBatch(
+            input_ids=ids,
+            positions=positions,
+            doc_start=doc_start,
+            loss_mask=mask.bool(),
+            aux=self.aux[source],
+            last=self.last[source],
+            lse=self.lse[source],
+            anchors=anchors,
+            anchor_valid=valid.bool(),
+        )
 
 
 def all_anchors(document_batch: dict[str, Tensor], limit: int | None = None) -> tuple[Tensor, Tensor]:
@@ -151,7 +215,7 @@ class PackedRows(Dataset):
 
     def __init__(
         self,
-        cache: FeatureCache,
+        cache: Features,
         documents: Sequence[int],
         *,
         seq_length: int,
@@ -161,13 +225,14 @@ class PackedRows(Dataset):
     ) -> None:
         if not documents:
             raise ValueError(
-                "no training documents: the cache's `train` split is empty. Collect more prompts."
+                f"no training documents: the `train` split of {cache.path} is empty. Collect more prompts."
             )
         self.cache, self.documents = cache, list(documents)
         self.seq_length, self.anchors, self.seed, self.dtype = seq_length, anchors, seed, dtype
         self.lengths = {d: cache.info(d).tokens for d in self.documents}
         self.bad_documents = 0
         self.resident: ResidentFeatures | None = None
+        self._captures_on = cache.device  # None: features are read into host memory
         self._epoch_rows: dict[int, list[list[int]]] = {}
         self.rows_per_epoch = len(self.rows(0))
 
@@ -199,24 +264,38 @@ class PackedRows(Dataset):
             seen, row = seen + used, row + 1
         return -(-row // rows_per_step)
 
-    def make_resident(self, device: torch.device | str) -> None:
-        """Hold all features in `device` memory from here on; rows then come from there."""
-        self.resident = ResidentFeatures(self.cache, self.documents, device)
+    def make_resident(self, device: torch.device | str, held_out: Sequence[int] = ()) -> None:
+        """Hold all features in `device` memory from here on; rows then come from there.
+
+        Documents in `held_out` stay readable, but not from device memory.
+        """
+        self.cache.hold(held_out)
+        with self.cache.progress("features into memory", sum(self.lengths.values())) as advance:
+            self.resident = ResidentFeatures(self.cache, self.documents, device, advance)
         self.bad_documents += self.resident.bad
+        self.cache.release()
 
     def __getitem__(self, index: int) -> DraftBatch:
-        epoch, place = divmod(index, self.rows_per_epoch)
-        documents = self.rows(epoch)[place]
-        row = (
-            self._read(documents) if self.resident is None else self.resident.row(documents, self.seq_length)
-        )
-        state = np.random.SeedSequence((self.seed, epoch, place)).generate_state(1, np.uint64)[0]
-        generator = torch.Generator().manual_seed(int(state >> np.uint64(1)))
-        anchors, valid = sample_anchors(row["loss_mask"], row["doc_start"], self.anchors, generator)
-        batch = DraftBatch(**row, anchors=anchors, anchor_valid=valid)
-        return batch if self.resident is None else batch.to(batch.aux.device, non_blocking=True)
+        return stack_rows(self.__getitems__([index]))
 
-    def _read(self, numbers: Sequence[int]) -> dict[str, Tensor]:
+    def __getitems__(self, indices: Sequence[int]) -> list[DraftBatch]:
+        """What a loader asks for: the rows of a batch, already stacked where they are made on a device."""
+        places = [divmod(index, self.rows_per_epoch) for index in indices]
+        rows = [self.rows(epoch)[place] for epoch, place in places]
+        generators = [self._generator(epoch, place) for epoch, place in places]
+        store = self.resident
+        if store is None and self._captures_on is not None:
+            store = ResidentFeatures(self.cache, sorted({d for row in rows for d in row}), self._captures_on)
+            self.bad_documents += store.bad
+        if store is not None:
+            return [store.rows(rows, self.seq_length, self.anchors, generators)]
+        return [self._read(row, generator) for row, generator in zip(rows, generators, strict=True)]
+
+    def _generator(self, epoch: int, place: int) -> torch.Generator:
+        state = np.random.SeedSequence((self.seed, epoch, place)).generate_state(1, np.uint64)[0]
+        return torch.Generator().manual_seed(int(state >> np.uint64(1)))
+
+    def _read(self, numbers: Sequence[int], generator: torch.Generator) -> DraftBatch:
         documents = [self.cache[d] for d in numbers]
         sound = [d for d in documents if finite(d)]
         self.bad_documents += len(documents) - len(sound)
@@ -224,12 +303,8 @@ class PackedRows(Dataset):
         if not sound:
             row = {name: torch.nan_to_num(t) if t.is_floating_point() else t for name, t in row.items()}
             row["loss_mask"].zero_()
-        return row
-
-
-def finite(document: Document) -> bool:
-    """Whether every feature of a document is a number."""
-    return all(bool(t.isfinite().all()) for t in (document.aux, document.last, document.lse))
+        anchors, valid = sample_anchors(row["loss_mask"], row["doc_start"], self.anchors, generator)
+        return DraftBatch(**row, anchors=anchors, anchor_valid=valid)
 
 
 @dataclass
@@ -265,7 +340,7 @@ def stack_rows(rows: list[DraftBatch]) -> DraftBatch:
 class HeldOutDocuments(Dataset):
     """One document an item, with every anchor of its response: the input of replay."""
 
-    def __init__(self, cache: FeatureCache, documents: Sequence[int], *, dtype: torch.dtype) -> None:
+    def __init__(self, cache: Features, documents: Sequence[int], *, dtype: torch.dtype) -> None:
         self.cache, self.documents, self.dtype = cache, list(documents), dtype
 
     def __len__(self) -> int:

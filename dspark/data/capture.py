@@ -10,7 +10,7 @@ import torch
 
 from dspark.data.features import Document
 from dspark.data.responses import TokenDocument
-from dspark.verifier import Verifier
+from dspark.verifier import Capture, Verifier
 
 
 def length_batches(lengths: Sequence[int], *, tokens_per_batch: int, seed: int) -> list[list[int]]:
@@ -29,39 +29,56 @@ def length_batches(lengths: Sequence[int], *, tokens_per_batch: int, seed: int) 
     return batches
 
 
-def capture_batch(
+def capture_packed(
     verifier: Verifier, documents: Sequence[TokenDocument], *, aux_layer_ids: Sequence[int]
-) -> list[Document]:
-    """Hidden states of a few documents from one right-padded forward pass; each document gets its own copy.
+) -> Capture:
+    """Hidden states of a few documents from one right-padded forward pass, end to end on the verifier's device.
+
+    aux bf16 [T, L, H], last bf16 [T, H], lse fp32 [T] over the T tokens of all documents.
 
     Raises:
-        ValueError: if a token id has no embedding row, or the pass returns another number of rows than tokens.
+        ValueError: if a token id has no embedding row.
     """
     lengths = torch.tensor([len(d.input_ids) for d in documents])
     padded = torch.zeros(len(documents), int(lengths.max()), dtype=torch.long)
-    for b, document in enumerate(documents):
-        padded[b, : lengths[b]] = torch.tensor(document.input_ids)
+    real = torch.arange(padded.shape[1]) < lengths[:, None]
+    padded[real] = torch.tensor([token for d in documents for token in d.input_ids])
     if int(padded.max()) >= verifier.info.vocab_size:
         raise ValueError(
             f"token id {int(padded.max())} has no row among the {verifier.info.vocab_size} embeddings of "
             f"{verifier.info.name!r}; the documents were tokenised for another verifier."
         )
     states = verifier.capture(padded, aux_layer_ids=aux_layer_ids, lengths=lengths)
-    out = []
-    for b, (document, n) in enumerate(zip(documents, lengths.tolist(), strict=True)):
-        if states.aux.shape[1] < n:
-            raise ValueError(f"{n} tokens went in, {states.aux.shape[1]} rows of hidden states came out.")
-        out.append(
-            Document(
-                input_ids=padded[b, :n].clone(),
-                loss_mask=torch.tensor(document.loss_mask),
-                aux=states.aux[b, :n].cpu().clone(),
-                last=states.last[b, :n].cpu().clone(),
-                lse=states.lse[b, :n].cpu().clone(),
-                info=document.info(),
-            )
+    index = real.flatten().nonzero().squeeze(-1).to(verifier.device)
+    return Capture(
+        aux=states.aux.flatten(0, 1)[index],
+        last=states.last.flatten(0, 1)[index],
+        lse=states.lse.flatten()[index],
+    )
+
+
+def capture_batch(
+    verifier: Verifier, documents: Sequence[TokenDocument], *, aux_layer_ids: Sequence[int]
+) -> list[Document]:
+    """Hidden states of a few documents from one forward pass, in host memory; they share one tensor of each kind.
+
+    Raises:
+        ValueError: if a token id has no embedding row.
+    """
+    states = capture_packed(verifier, documents, aux_layer_ids=aux_layer_ids)
+    lengths = [len(d.input_ids) for d in documents]
+    split = (t.cpu().split(lengths) for t in (states.aux, states.last, states.lse))
+    return [
+        Document(
+            input_ids=torch.tensor(document.input_ids),
+            loss_mask=torch.tensor(document.loss_mask),
+            aux=aux,
+            last=last,
+            lse=lse,
+            info=document.info(),
         )
-    return out
+        for document, aux, last, lse in zip(documents, *split, strict=True)
+    ]
 
 
 def capture_documents(

@@ -1,6 +1,6 @@
-"""The feature cache: hidden states of a verifier over whole documents, written once and read by every training run.
+"""Documents with a verifier's hidden states along them, and the cache that holds them on disk for every training run.
 
-A cache is a folder with `manifest.json`, `shard-00000.safetensors` ... and `verifier.safetensors`. Everything is written
+`Features` is how they are read, wherever they come from. A cache is a folder with `manifest.json`, `shard-00000.safetensors` ... and `verifier.safetensors`. Everything is written
 under a temporary name and renamed, so a file with its final name is whole and a killed writer resumes where it was.
 """
 
@@ -11,8 +11,11 @@ import json
 import logging
 import math
 import os
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,10 @@ VERIFIER_FILE = "verifier.safetensors"
 SPLITS = ("train", "validation", "test")
 AUX_CONVENTION = "residual_after_i_layers"
 DTYPES = {"input_ids": "int32", "loss_mask": "bool", "aux": "bfloat16", "last": "bfloat16", "lse": "float32"}
+
+# Documents are read ahead in portions of this size by so many threads.
+PORTION_BYTES = 64 << 20
+READERS = 4
 
 # Bytes of names, offsets and metadata a document adds to its shard's header, measured.
 DOCUMENT_OVERHEAD = 760
@@ -69,6 +76,16 @@ class Document:
     last: Tensor
     lse: Tensor
     info: DocumentInfo
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Features of whole documents end to end: aux bf16 [T, L, H], last bf16 [T, H], lse fp32 [T], T tokens in all."""
+
+    documents: list[int]
+    aux: Tensor
+    last: Tensor
+    lse: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +151,37 @@ class Manifest:
             mask_token_id=self.mask_token_id,
             rope_theta=self.verifier.rope_theta,
         )
+
+    def counted(self, infos: Sequence[DocumentInfo], **facts: Any) -> Manifest:
+        """The manifest with the counts of `infos`, and `facts` in place of its fields."""
+        prompts = sorted({f"{i.prompt_id}/{i.split}" for i in infos})
+        return replace(
+            self,
+            prompts_sha=hashlib.sha256("\n".join(prompts).encode()).hexdigest(),
+            documents=len(infos),
+            tokens=sum(i.tokens for i in infos),
+            supervised_tokens=sum(i.response_tokens for i in infos),
+            splits=dict(sorted(Counter(i.split for i in infos).items())),
+            domains=dict(sorted(Counter(i.domain for i in infos).items())),
+            **facts,
+        )
+
+    def check_document(
+        self, info: DocumentInfo, input_ids: Tensor, split_of_prompt: Mapping[str, str]
+    ) -> None:
+        """Raise ValueError for an unknown split, a prompt that has another in `split_of_prompt`, or the mask token in text."""
+        if info.split not in SPLITS:
+            raise ValueError(f"document {info.doc_id}: split is {info.split!r}; expected one of {SPLITS}.")
+        other = split_of_prompt.get(info.prompt_id, info.split)
+        if other != info.split:
+            raise ValueError(
+                f"prompt {info.prompt_id} is in the splits {other!r} and {info.split!r}; splits must be disjoint."
+            )
+        if bool((input_ids == self.mask_token_id).any()):
+            raise ValueError(
+                f"document {info.doc_id} contains the mask token {self.mask_token_id}; choose a mask_token_id that "
+                "never occurs in text."
+            )
 
     def structure(self) -> dict[str, Any]:
         """Every field that decides what the numbers mean; two jobs may share a folder only if these agree."""
@@ -263,13 +311,7 @@ class FeatureWriter:
         target = self.path / VERIFIER_FILE
         if target.exists():
             return
-        tensors = {
-            "embed_tokens.weight": verifier.embed_weight().cpu().contiguous(),
-            "norm.weight": verifier.final_norm_weight().cpu().contiguous(),
-        }
-        if not verifier.info.tied:
-            tensors["lm_head.weight"] = verifier.head_weight().cpu().contiguous()
-        _save_tensors(target, tensors, {"weights_sha": verifier.info.weights_sha})
+        _save_tensors(target, frozen_weights(verifier), {"weights_sha": verifier.info.weights_sha})
 
     def add(self, document: Document) -> bool:
         """Append a document. Returns False, and keeps it out, once the byte budget would be passed.
@@ -284,7 +326,7 @@ class FeatureWriter:
         if info.doc_id in self._infos:
             self.skipped["duplicate"] += 1
             return True
-        if not all(bool(torch.isfinite(t).all()) for t in (document.aux, document.last, document.lse)):
+        if not finite(document):
             self.skipped["not_finite"] += 1
             log.warning("document %s has NaN or infinite hidden states; skipped", info.doc_id)
             return True
@@ -341,16 +383,8 @@ class FeatureWriter:
             raise ValueError(
                 f"no document was written to {self.path}; skipped: {dict(self.skipped) or 'nothing'}."
             )
-        infos = list(self._infos.values())
-        prompts = sorted({f"{i.prompt_id}/{i.split}" for i in infos})
-        manifest = replace(
-            self.manifest,
-            prompts_sha=hashlib.sha256("\n".join(prompts).encode()).hexdigest(),
-            documents=len(infos),
-            tokens=sum(i.tokens for i in infos),
-            supervised_tokens=sum(i.response_tokens for i in infos),
-            splits=dict(sorted(Counter(i.split for i in infos).items())),
-            domains=dict(sorted(Counter(i.domain for i in infos).items())),
+        manifest = self.manifest.counted(
+            list(self._infos.values()),
             skipped={k: v for k, v in sorted((self.skipped + Counter(skipped or {})).items()) if v},
             stopped=self.stopped,
             shards=tuple(self._shards),
@@ -404,28 +438,132 @@ class FeatureWriter:
                 raise ValueError(
                     f"document {info.doc_id}: {name} has shape {found}; {tokens} tokens need {shape}."
                 )
-        if info.split not in SPLITS:
-            raise ValueError(f"document {info.doc_id}: split is {info.split!r}; expected one of {SPLITS}.")
-        other = self._splits_of_prompt.get(info.prompt_id, info.split)
-        if other != info.split:
-            raise ValueError(
-                f"prompt {info.prompt_id} is in the splits {other!r} and {info.split!r}; splits must be disjoint."
-            )
-        if bool((document.input_ids == manifest.mask_token_id).any()):
-            raise ValueError(
-                f"document {info.doc_id} contains the mask token {manifest.mask_token_id}; choose a mask_token_id that "
-                "never occurs in text."
-            )
+        manifest.check_document(info, document.input_ids, self._splits_of_prompt)
 
 
-class FeatureCache:
+@contextmanager
+def no_progress(label: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows nothing."""
+    yield lambda amount: None
+
+
+class Features(ABC):
+    """Documents with hidden states, read by number.
+
+    `path` is where they come from and `name` what that is called in messages. `device` is where hidden states are made, None
+    where they are read into host memory. `progress(label, total)` shows how far long work is: a context that yields the
+    function to advance it with.
+    """
+
+    name: str
+    device: torch.device | None = None
+
+    def __init__(self, path: Path, manifest: Manifest, infos: list[DocumentInfo]) -> None:
+        self.path, self.manifest = path, manifest
+        self._infos = infos
+        self.progress: Callable[[str, int], AbstractContextManager[Callable[[int], None]]] = no_progress
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Document:
+        """One document, in host memory."""
+
+    @abstractmethod
+    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
+        """`input_ids` int64 [S] and `loss_mask` bool [S] alone, without the hidden states."""
+
+    @abstractmethod
+    def packed(self, documents: Sequence[int], device: torch.device) -> Iterator[Packed]:
+        """The features of all `documents` in portions on their way to `device`, in whichever order is fastest."""
+
+    @abstractmethod
+    def verifier_weights(self) -> dict[str, Tensor]:
+        """`embed_tokens.weight` [W, H], `norm.weight` [H], `lm_head.weight` [W, H] (the same tensor where tied)."""
+
+    @abstractmethod
+    def _view(self, manifest: Manifest, columns: list[int]) -> Features:
+        """The same documents under `manifest`, with these columns of the present `aux`."""
+
+    @abstractmethod
+    def hold(self, documents: Sequence[int]) -> None:
+        """Keep `documents` in host memory where reading them later would cost more than that."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give back device memory that reading takes; documents can still be read."""
+
+    def origin(self) -> dict[str, str]:
+        """What a run records about where its documents came from."""
+        return {self.name: str(self.path)}
+
+    def contract(self) -> Contract:
+        """The facts that a draft trained on these documents must share with them."""
+        return self.manifest.contract()
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def __iter__(self) -> Iterator[Document]:
+        return (self[i] for i in range(len(self)))
+
+    def info(self, index: int) -> DocumentInfo:
+        return self._infos[index]
+
+    def select(
+        self, *, split: str | None = None, domain: str | None = None, temperature: float | None = None
+    ) -> list[int]:
+        """Numbers of the documents that match every given property, in order."""
+        return [
+            i
+            for i, info in enumerate(self._infos)
+            if (split is None or info.split == split)
+            and (domain is None or info.domain == domain)
+            and (temperature is None or math.isclose(info.temperature, temperature))
+        ]
+
+    def greedy_first(self, split: str) -> list[int]:
+        """The split's greedy answers where it has any, else all its documents.
+
+        Acceptance of greedy and of sampled text are two numbers (published tables keep them apart): a mean over both depends on
+        how they were mixed.
+        """
+        return self.select(split=split, temperature=0.0) or self.select(split=split)
+
+    def with_taps(self, layer_ids: Sequence[int]) -> Features:
+        """The same documents as if only these layers had been captured: they and the manifest carry `layer_ids` alone.
+
+        Raises:
+            ValueError: if a layer was not captured, or the ids do not increase.
+        """
+        stored = list(self.manifest.aux_layer_ids)
+        if list(layer_ids) == stored:
+            return self
+        wanted = [int(i) for i in layer_ids]
+        if not wanted or wanted != sorted(set(wanted)) or not set(wanted) <= set(stored):
+            raise ValueError(
+                f"aux_layer_ids {wanted} cannot be read from {self.name} {self.path}, which holds {stored}; name some of these in "
+                "ascending order, or set verifier.aux_layer_ids (and collect again)."
+            )
+        return self._view(
+            replace(self.manifest, aux_layer_ids=tuple(wanted)), [stored.index(i) for i in wanted]
+        )
+
+    def for_draft(self, contract: Contract) -> Features:
+        """With the layers that a draft reads; unchanged where one is lacking, for `Contract.check` to say so."""
+        wanted = contract.aux_layer_ids
+        captured = wanted is not None and set(wanted) <= set(self.manifest.aux_layer_ids)
+        return self.with_taps(wanted) if captured else self
+
+
+class FeatureCache(Features):
     """Read access to a cache. Documents are memory-mapped; indexing costs no copy of the hidden states."""
+
+    name = "cache"
 
     def __init__(
         self, path: Path, manifest: Manifest, infos: list[DocumentInfo], places: list[tuple[int, int]]
     ) -> None:
-        self.path, self.manifest = path, manifest
-        self._infos, self._places = infos, places
+        super().__init__(path, manifest, infos)
+        self._places = places
         self._handles: dict[int, Any] = {}
         self._taps: list[int] | None = None  # columns of the stored `aux`; None: all
 
@@ -450,10 +588,9 @@ class FeatureCache:
             )
             raise ValueError(f"{path} holds {state}.")
         manifest = Manifest.read(path / MANIFEST)
-        for part in (*manifest.shards, manifest.verifier_file):
-            if part is None:
-                raise ValueError(f"{path / MANIFEST} lists no {VERIFIER_FILE}; collect again.")
-            _verify_file(path, part, hashed=verify == "hash")
+        if manifest.verifier_file is None:
+            raise ValueError(f"{path / MANIFEST} lists no {VERIFIER_FILE}; collect again.")
+        _verify_files(path, (*manifest.shards, manifest.verifier_file), hashed=verify == "hash")
         infos: list[DocumentInfo] = []
         places: list[tuple[int, int]] = []
         for s, shard in enumerate(manifest.shards):
@@ -473,19 +610,6 @@ class FeatureCache:
             cache.check_targets()
         return cache
 
-    def contract(self) -> Contract:
-        """The facts that a draft trained on this cache must share with it."""
-        return self.manifest.contract()
-
-    def __len__(self) -> int:
-        return len(self._infos)
-
-    def __iter__(self) -> Iterator[Document]:
-        return (self[i] for i in range(len(self)))
-
-    def info(self, index: int) -> DocumentInfo:
-        return self._infos[index]
-
     def __getitem__(self, index: int) -> Document:
         shard, d = self._places[index]
         handle = self._handle(shard)
@@ -503,61 +627,55 @@ class FeatureCache:
         )
 
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
-        """`input_ids` and `loss_mask` alone, without touching the hidden states."""
         shard, d = self._places[index]
         handle = self._handle(shard)
         return handle.get_tensor(f"{d:05d}.input_ids").long(), handle.get_tensor(f"{d:05d}.loss_mask")
 
-    def select(
-        self, *, split: str | None = None, domain: str | None = None, temperature: float | None = None
-    ) -> list[int]:
-        """Indices of the documents that match every given property, in cache order."""
-        return [
-            i
-            for i, info in enumerate(self._infos)
-            if (split is None or info.split == split)
-            and (domain is None or info.domain == domain)
-            and (temperature is None or math.isclose(info.temperature, temperature))
-        ]
+    def packed(self, documents: Sequence[int], device: torch.device) -> Iterator[Packed]:
+        """Portions in the order of the files, read ahead by a few threads; in pinned memory where `device` is a GPU."""
+        width = 2 * self.manifest.verifier.hidden_size * (len(self.manifest.aux_layer_ids) + 1) + 4
+        portions: list[list[int]] = []
+        room = 0
+        for number in sorted(documents, key=self._places.__getitem__):
+            size = width * self.info(number).tokens
+            if size > room:
+                portions.append([])
+                room = PORTION_BYTES
+            portions[-1].append(number)
+            room -= size
 
-    def greedy_first(self, split: str) -> list[int]:
-        """The split's greedy answers where it has any, else all its documents.
+        def read(numbers: list[int]) -> Packed:
+            found = [self[i] for i in numbers]
 
-        Acceptance of greedy and of sampled text are two numbers (published tables keep them apart): a mean over both depends on
-        how a cache was mixed.
-        """
-        return self.select(split=split, temperature=0.0) or self.select(split=split)
+            def joined(name: str) -> Tensor:
+                parts = [getattr(d, name) for d in found]
+                shape = (sum(map(len, parts)), *parts[0].shape[1:])
+                out = torch.empty(shape, dtype=parts[0].dtype, pin_memory=device.type == "cuda")
+                return torch.cat(parts, out=out)
 
-    def with_taps(self, layer_ids: Sequence[int]) -> FeatureCache:
-        """The same cache as if only these layers had been captured: documents and manifest carry `layer_ids` alone.
+            return Packed(numbers, joined("aux"), joined("last"), joined("lse"))
 
-        Raises:
-            ValueError: if a layer was not captured, or the ids do not increase.
-        """
-        stored = list(self.manifest.aux_layer_ids)
-        if list(layer_ids) == stored:
-            return self
-        wanted = [int(i) for i in layer_ids]
-        if not wanted or wanted != sorted(set(wanted)) or not set(wanted) <= set(stored):
-            raise ValueError(
-                f"aux_layer_ids {wanted} cannot be read from cache {self.path}, which holds {stored}; name some of these in "
-                "ascending order, or collect the cache again with verifier.aux_layer_ids."
-            )
-        columns = [stored.index(i) for i in wanted]
-        view = FeatureCache(
-            self.path, replace(self.manifest, aux_layer_ids=tuple(wanted)), self._infos, self._places
-        )
+        with ThreadPoolExecutor(READERS) as pool:
+            ahead = deque(pool.submit(read, numbers) for numbers in portions[:READERS])
+            for numbers in portions[READERS:]:
+                yield ahead.popleft().result()
+                ahead.append(pool.submit(read, numbers))
+            while ahead:
+                yield ahead.popleft().result()
+
+    def hold(self, documents: Sequence[int]) -> None:
+        """Documents are mapped from their files; nothing is kept."""
+
+    def release(self) -> None:
+        """Reading takes no device memory."""
+
+    def _view(self, manifest: Manifest, columns: list[int]) -> FeatureCache:
+        view = FeatureCache(self.path, manifest, self._infos, self._places)
         view._taps = columns if self._taps is None else [self._taps[c] for c in columns]
+        view.progress = self.progress
         return view
 
-    def for_draft(self, contract: Contract) -> FeatureCache:
-        """The cache with the layers that a draft reads; unchanged where it lacks one, for `Contract.check` to say so."""
-        wanted = contract.aux_layer_ids
-        captured = wanted is not None and set(wanted) <= set(self.manifest.aux_layer_ids)
-        return self.with_taps(wanted) if captured else self
-
     def verifier_weights(self) -> dict[str, Tensor]:
-        """`embed_tokens.weight` [W, H], `norm.weight` [H], `lm_head.weight` [W, H] (the same tensor where tied)."""
         with safe_open(self.path / VERIFIER_FILE, framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         weights.setdefault("lm_head.weight", weights["embed_tokens.weight"])
@@ -588,12 +706,30 @@ class FeatureCache:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_handles": {}}
+        # Neither open files nor a progress display can go to another process.
+        return {**self.__dict__, "_handles": {}, "progress": no_progress}
 
     def _handle(self, shard: int) -> Any:
         if shard not in self._handles:
             self._handles[shard] = safe_open(self.path / self.manifest.shards[shard].file, framework="pt")
         return self._handles[shard]
+
+
+def finite(document: Document) -> bool:
+    """Whether every feature of a document is a number."""
+    return all(
+        # A finite sum has finite terms, and one pass without temporaries shows it; huge terms may still overflow a sum.
+        bool(t.sum(dtype=torch.float32).isfinite()) or bool(t.isfinite().all())
+        for t in (document.aux, document.last, document.lse)
+    )
+
+
+def frozen_weights(verifier: Verifier) -> dict[str, Tensor]:
+    """The tensors that a draft shares, on the CPU: embeddings, final norm, and the head unless it is tied."""
+    weights = {"embed_tokens.weight": verifier.embed_weight(), "norm.weight": verifier.final_norm_weight()}
+    if not verifier.info.tied:
+        weights["lm_head.weight"] = verifier.head_weight()
+    return {name: weight.cpu().contiguous() for name, weight in weights.items()}
 
 
 def target_lse(
@@ -625,6 +761,13 @@ def _shard_documents(file: Path) -> list[DocumentInfo]:
             return [DocumentInfo(**d) for d in json.loads(handle.metadata()["documents"])]
     except (SafetensorError, OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} cannot be read ({error}); {_REPAIR}") from error
+
+
+def _verify_files(folder: Path, parts: Sequence[ShardInfo], *, hashed: bool) -> None:
+    """`_verify_file` for each, several at a time: one core hashes slower than most disks read."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for _ in pool.map(lambda part: _verify_file(folder, part, hashed=hashed), parts):
+            pass
 
 
 def _verify_file(folder: Path, part: ShardInfo, *, hashed: bool) -> None:

@@ -1,0 +1,120 @@
+"""Documents whose hidden states the verifier computes when they are asked for: training without a cache on disk."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dspark.data.capture import capture_batch, capture_packed, length_batches
+from dspark.data.features import Document, DocumentInfo, Features, Manifest, Packed, finite, frozen_weights
+from dspark.data.responses import TokenDocument
+from dspark.verifier import Verifier
+
+
+class OnlineFeatures(Features):
+    """A token-level set read as a cache of it would be, with the same numbers up to the rounding of other batch shapes."""
+
+    name = "token set"
+
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        verifier: Verifier,
+        tokens: Sequence[TokenDocument],
+        *,
+        tokens_per_batch: int,
+    ) -> None:
+        """`manifest` describes what is captured; its counts are filled in here. A forward pass takes `tokens_per_batch` tokens
+        with their padding. Documents that are there twice count once.
+
+        Raises:
+            ValueError: if a prompt is in two splits, or a text contains the mask token.
+        """
+        found: dict[str, tuple[DocumentInfo, TokenDocument]] = {}
+        splits: dict[str, str] = {}
+        for document in tokens:
+            info = document.info()
+            manifest.check_document(info, torch.tensor(document.input_ids), splits)
+            splits[info.prompt_id] = info.split
+            found.setdefault(info.doc_id, (info, document))
+        infos = [info for info, _ in found.values()]
+        super().__init__(path, manifest.counted(infos), infos)
+        self._tokens = [document for _, document in found.values()]
+        self.verifier, self.device = verifier, verifier.device
+        self.tokens_per_batch = tokens_per_batch
+        self._held: dict[int, Document] = {}
+
+    def __getitem__(self, index: int) -> Document:
+        return self._held.get(index) or self._captured([index])[0]
+
+    def tokens(self, index: int) -> tuple[Tensor, Tensor]:
+        document = self._tokens[index]
+        return torch.tensor(document.input_ids), torch.tensor(document.loss_mask)
+
+    def packed(self, documents: Sequence[int], device: torch.device) -> Iterator[Packed]:
+        """One forward pass a portion, documents of like length together; the states stay on the verifier's device."""
+        self._wake()
+        for numbers in self._batches(documents):
+            states = capture_packed(
+                self.verifier,
+                [self._tokens[i] for i in numbers],
+                aux_layer_ids=self.manifest.aux_layer_ids,
+            )
+            yield Packed(numbers, states.aux, states.last, states.lse)
+
+    def verifier_weights(self) -> dict[str, Tensor]:
+        weights = frozen_weights(self.verifier)
+        weights.setdefault("lm_head.weight", weights["embed_tokens.weight"])
+        return weights
+
+    def hold(self, documents: Sequence[int]) -> None:
+        for numbers in self._batches([d for d in documents if d not in self._held]):
+            self._held.update(zip(numbers, self._captured(numbers), strict=True))
+
+    def release(self) -> None:
+        """Move the verifier into host memory, until a document that is not held is read."""
+        self.verifier.model.to("cpu")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def origin(self) -> dict[str, str]:
+        return {"token_set": str(self.path)}
+
+    def _view(self, manifest: Manifest, columns: list[int]) -> OnlineFeatures:
+        view = copy.copy(self)  # captures the layers of its manifest, so the columns do not matter
+        view.manifest, view._held = manifest, {}
+        return view
+
+    def _wake(self) -> None:
+        if self.verifier.device != self.device:
+            self.verifier.model.to(self.device)
+
+    def _batches(self, documents: Sequence[int]) -> list[list[int]]:
+        lengths = [self.info(d).tokens for d in documents]
+        batches = length_batches(lengths, tokens_per_batch=self.tokens_per_batch, seed=0)
+        return [[documents[i] for i in batch] for batch in batches]
+
+    def _captured(self, numbers: Sequence[int]) -> list[Document]:
+        """Documents of one forward pass.
+
+        Raises:
+            ValueError: if a state is not a number; training rows leave such documents out, a held-out one has no stand-in.
+        """
+        self._wake()
+        documents = capture_batch(
+            self.verifier,
+            [self._tokens[i] for i in numbers],
+            aux_layer_ids=self.manifest.aux_layer_ids,
+        )
+        for document in documents:
+            if not finite(document):
+                raise ValueError(
+                    f"{self.verifier.info.name} gives NaN or infinite hidden states for document {document.info.doc_id} in "
+                    f"{self.verifier.info.compute_dtype}; try verifier.compute_dtype=float32."
+                )
+        return documents

@@ -312,3 +312,19 @@ def test_a_run_without_the_device_or_the_precision_ends_before_it_begins(monkeyp
         check(accelerator="cpu")
     with pytest.raises(ValueError, match=r"trainer.precision is 32-true.*precision=bf16-mixed"):
         check(accelerator="gpu", precision="32-true")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("untyped")
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_products_of_the_device_equal_the_emulation(scaling, monkeypatch):
+    x, weight, grad = problem(rows=256, n=512, m=384)
+    linear = switched(weight, scaling).cuda()
+    call = torch.compile(lambda x: linear(x), fullgraph=True, dynamic=False)
+    found = [products(linear, x.cuda(), grad.cuda(), form) for form in (None, call)]
+    monkeypatch.setattr(float8, "product", emulated_product)
+    wanted = products(switched(weight, scaling), x, grad)
+    for got in found:
+        for ours, plain in zip(got, wanted, strict=True):  # fast sums carry 14 bits
+            torch.testing.assert_close(ours.cpu(), plain, rtol=2**-7, atol=2e-3 * float(plain.abs().max()))

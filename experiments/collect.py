@@ -127,11 +127,15 @@ def online_features(cfg: DictConfig) -> OnlineFeatures:
 
 
 def collect_options(cfg: DictConfig) -> DictConfig:
-    """`configs/collect.yaml` with the `verifier` and `data` groups of another command, quiet where its trainer is."""
+    """`configs/collect.yaml` with the `verifier` and `data` groups of another command, quiet where its trainer is.
+
+    Of several training processes on a machine, the first shows progress.
+    """
     options = OmegaConf.load(Path(CONFIGS) / "collect.yaml")
     for key in ("defaults", "hydra"):
         options.pop(key)
-    options.progress = OmegaConf.select(cfg, "trainer.progress", default=True)
+    shown = OmegaConf.select(cfg, "trainer.progress", default=True)
+    options.progress = bool(shown) and os.environ.get("LOCAL_RANK", "0") == "0"
     return OmegaConf.merge(options, {"verifier": cfg.verifier, "data": cfg.data})
 
 

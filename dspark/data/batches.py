@@ -116,7 +116,7 @@ class ResidentFeatures:
         self.aux = torch.zeros(total + 1, layers, hidden, dtype=torch.bfloat16, device=device)
         self.last = torch.zeros(total + 1, hidden, dtype=torch.bfloat16, device=device)
         self.lse = torch.zeros(total + 1, device=device)
-        self.ids, self.mask, self.candidate = (np.zeros(total + 1, dtype=np.int64) for _ in range(3))
+        self.ids, self.mask = np.zeros(total + 1, dtype=np.int64), np.zeros(total + 1, dtype=bool)
         self.places: dict[int, tuple[int, int]] = {}  # number -> (first token in the tensors above, tokens)
         flags, at = [], 1
         for part in source.packed(documents, device):
@@ -130,12 +130,12 @@ class ResidentFeatures:
                 own = slice(at, at + len(ids))
                 self.places[number] = (at, len(ids))
                 self.ids[own], self.mask[own] = ids.numpy(), mask.numpy()
-                alone = anchor_candidates(mask[None], torch.zeros(1, len(ids), dtype=torch.int64))
-                self.candidate[own] = alone[0].numpy()
                 at += len(ids)
         sound = torch.cat(flags).cpu().numpy()
-        starts = np.array([first for first, _ in self.places.values()]) - 1
-        whole = np.logical_and.reduceat(sound, starts).tolist()
+        starts, lengths = np.array(list(self.places.values())).T
+        doc_start = torch.from_numpy(np.concatenate([[0], np.repeat(starts, lengths)]))
+        self.candidate = anchor_candidates(torch.from_numpy(self.mask)[None], doc_start[None])[0].numpy()
+        whole = np.logical_and.reduceat(sound, starts - 1).tolist()
         self.bad = whole.count(False)
         self.places = {n: place for (n, place), ok in zip(self.places.items(), whole, strict=True) if ok}
 

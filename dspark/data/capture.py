@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dspark.data.features import Document
 from dspark.data.responses import TokenDocument
@@ -67,7 +68,7 @@ def capture_batch(
     """
     states = capture_packed(verifier, documents, aux_layer_ids=aux_layer_ids)
     lengths = [len(d.input_ids) for d in documents]
-    split = (t.cpu().split(lengths) for t in (states.aux, states.last, states.lse))
+    split = (t.split(lengths) for t in _in_host_memory([states.aux, states.last, states.lse]))
     return [
         Document(
             input_ids=torch.tensor(document.input_ids),
@@ -79,6 +80,17 @@ def capture_batch(
         )
         for document, aux, last, lse in zip(documents, *split, strict=True)
     ]
+
+
+def _in_host_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies on the CPU, in pinned memory if they come from a GPU: its allocator keeps pages for the next batch."""
+    if not tensors[0].is_cuda:
+        return [t.cpu() for t in tensors]
+    copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+    return copies
 
 
 def capture_documents(

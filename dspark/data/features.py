@@ -14,12 +14,13 @@ import os
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -39,9 +40,9 @@ SPLITS = ("train", "validation", "test")
 AUX_CONVENTION = "residual_after_i_layers"
 DTYPES = {"input_ids": "int32", "loss_mask": "bool", "aux": "bfloat16", "last": "bfloat16", "lse": "float32"}
 
-# Documents are read ahead in portions of this size by so many threads.
+# Documents are read ahead in portions of this size by so many threads, and as many shards are written at once.
 PORTION_BYTES = 64 << 20
-READERS = 4
+THREADS = 4
 
 # Bytes of names, offsets and metadata a document adds to its shard's header, measured.
 DOCUMENT_OVERHEAD = 760
@@ -238,8 +239,8 @@ def document_id(
     input_ids: Sequence[int] | Tensor, loss_mask: Sequence[bool] | Tensor, *, temperature: float
 ) -> str:
     """Content hash of a document: its tokens, which of them were generated, and at which temperature."""
-    ids = torch.as_tensor(input_ids).to(torch.int32).contiguous().numpy().tobytes()
-    mask = torch.as_tensor(loss_mask).to(torch.uint8).contiguous().numpy().tobytes()
+    ids = np.asarray(input_ids, dtype=np.int32).tobytes()
+    mask = np.asarray(loss_mask, dtype=np.uint8).tobytes()
     return hashlib.sha256(ids + b"|" + mask + b"|" + f"{temperature:.4f}".encode()).hexdigest()[:20]
 
 
@@ -281,9 +282,13 @@ class FeatureWriter:
         self._shards: list[ShardInfo] = []
         self._pending: list[Document] = []
         self._pending_bytes = 0
+        self._writers = ThreadPoolExecutor(THREADS)
+        self._writing: deque[Future[ShardInfo]] = deque()
+        self._writing_bytes: deque[int] = deque()
         self.path.mkdir(parents=True, exist_ok=True)
         self._continue()
         self._splits_of_prompt = {i.prompt_id: i.split for i in self._infos.values()}
+        self._next_shard = 1 + max((int(s.file[6:11]) for s in self._shards), default=-1)
         self.resumed = len(self._infos)
         _write_text(self.path / UNFINISHED, manifest.to_json())
 
@@ -296,12 +301,14 @@ class FeatureWriter:
     def __exit__(self, kind: Any, *_: Any) -> None:
         if kind is None:
             self.close()
+        self._writers.shutdown()
 
     @property
     def bytes_written(self) -> int:
         weights = self.path / VERIFIER_FILE
         return (
             sum(s.bytes for s in self._shards)
+            + sum(self._writing_bytes)
             + self._pending_bytes
             + (weights.stat().st_size if weights.exists() else 0)
         )
@@ -343,28 +350,31 @@ class FeatureWriter:
         self._pending.append(document)
         self._pending_bytes += size
         if self._pending_bytes >= self._shard_bytes:
-            self.flush()
+            self._hand_over()
+            # Under a budget, which document is the last one must not depend on how far the writing is.
+            self._wait(THREADS - 1 if self._budget is None else 0)
         return True
 
     def flush(self) -> None:
         """Write the pending documents as one shard; from here on a kill cannot lose them."""
+        self._hand_over()
+        self._wait(0)
+
+    def _hand_over(self) -> None:
+        """Let a thread write the pending documents, so that the next ones are captured meanwhile."""
         if not self._pending:
             return
-        number = 1 + max((int(s.file[6:11]) for s in self._shards), default=-1)
-        file = f"shard-{number:05d}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        for d, document in enumerate(self._pending):
-            tensors[f"{d:05d}.input_ids"] = document.input_ids.to(torch.int32)
-            tensors[f"{d:05d}.loss_mask"] = document.loss_mask.to(torch.bool)
-            tensors[f"{d:05d}.aux"] = document.aux.to(torch.bfloat16)
-            tensors[f"{d:05d}.last"] = document.last.to(torch.bfloat16)
-            tensors[f"{d:05d}.lse"] = document.lse.to(torch.float32)
-        metadata = {"documents": json.dumps([asdict(d.info) for d in self._pending])}
-        _save_tensors(self.path / file, {k: v.cpu().contiguous() for k, v in tensors.items()}, metadata)
-        self._shards.append(
-            _describe_file(self.path / file, len(self._pending), sum(d.info.tokens for d in self._pending))
-        )
+        target = self.path / f"shard-{self._next_shard:05d}.safetensors"
+        self._writing.append(self._writers.submit(_write_shard, target, self._pending))
+        self._writing_bytes.append(self._pending_bytes)
+        self._next_shard += 1
         self._pending, self._pending_bytes = [], 0
+
+    def _wait(self, remaining: int) -> None:
+        """Until at most `remaining` shards are still being written; what went wrong with one is raised here."""
+        while len(self._writing) > remaining:
+            self._shards.append(self._writing.popleft().result())
+            self._writing_bytes.popleft()
 
     def close(self, *, skipped: Mapping[str, int] | None = None) -> Manifest:
         """Write the last shard and the manifest. `skipped` adds counts of documents that never reached the writer.
@@ -655,9 +665,9 @@ class FeatureCache(Features):
 
             return Packed(numbers, joined("aux"), joined("last"), joined("lse"))
 
-        with ThreadPoolExecutor(READERS) as pool:
-            ahead = deque(pool.submit(read, numbers) for numbers in portions[:READERS])
-            for numbers in portions[READERS:]:
+        with ThreadPoolExecutor(THREADS) as pool:
+            ahead = deque(pool.submit(read, numbers) for numbers in portions[:THREADS])
+            for numbers in portions[THREADS:]:
                 yield ahead.popleft().result()
                 ahead.append(pool.submit(read, numbers))
             while ahead:
@@ -794,6 +804,44 @@ def _describe_file(file: Path, documents: int, tokens: int) -> ShardInfo:
 def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _write_shard(target: Path, documents: Sequence[Document]) -> ShardInfo:
+    """Write documents in the safetensors format, hashing the bytes on their way: nothing is copied or read again."""
+    # Wider elements first, so that every tensor is aligned in the file.
+    kinds = {"lse": torch.float32, "input_ids": torch.int32, "aux": torch.bfloat16, "last": torch.bfloat16}
+    names = {torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16", torch.bool: "BOOL"}
+    header: dict[str, Any] = {"__metadata__": {"documents": json.dumps([asdict(d.info) for d in documents])}}
+    parts, at = [], 0
+    for kind, dtype in (kinds | {"loss_mask": torch.bool}).items():
+        for d, document in enumerate(documents):
+            tensor = getattr(document, kind).to("cpu", dtype).contiguous()
+            end = at + tensor.nbytes
+            header[f"{d:05d}.{kind}"] = {
+                "dtype": names[dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [at, end],
+            }
+            parts.append(tensor.flatten().view(torch.uint8).numpy())
+            at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    temporary = target.with_name(target.name + ".tmp")
+    with temporary.open("wb") as stream:
+        for part in (len(text).to_bytes(8, "little"), text, *parts):
+            digest.update(part)
+            stream.write(part)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.rename(target)
+    return ShardInfo(
+        file=target.name,
+        sha256=digest.hexdigest(),
+        documents=len(documents),
+        tokens=sum(d.info.tokens for d in documents),
+        bytes=8 + len(text) + at,
+    )
 
 
 def _save_tensors(target: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

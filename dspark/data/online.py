@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -39,12 +40,16 @@ class OnlineFeatures(Features):
         splits: dict[str, str] = {}
         for document in tokens:
             info = document.info()
-            manifest.check_document(info, torch.tensor(document.input_ids), splits)
-            splits[info.prompt_id] = info.split
             found.setdefault(info.doc_id, (info, document))
         infos = [info for info, _ in found.values()]
         super().__init__(path, manifest.counted(infos), infos)
-        self._tokens = [document for _, document in found.values()]
+        self._documents = [document for _, document in found.values()]
+        self._ends = list(accumulate(info.tokens for info in infos))
+        self._ids = torch.tensor([token for d in self._documents for token in d.input_ids])
+        self._mask = torch.tensor([trained for d in self._documents for trained in d.loss_mask])
+        for index, info in enumerate(infos):
+            manifest.check_document(info, self.tokens(index)[0], splits)
+            splits[info.prompt_id] = info.split
         self.verifier, self.device = verifier, verifier.device
         self.tokens_per_batch = tokens_per_batch
         self._held: dict[int, Document] = {}
@@ -53,8 +58,8 @@ class OnlineFeatures(Features):
         return self._held.get(index) or self._captured([index])[0]
 
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
-        document = self._tokens[index]
-        return torch.tensor(document.input_ids), torch.tensor(document.loss_mask)
+        own = slice(self._ends[index] - self.info(index).tokens, self._ends[index])
+        return self._ids[own], self._mask[own]
 
     def packed(self, documents: Sequence[int], device: torch.device) -> Iterator[Packed]:
         """One forward pass a portion, documents of like length together; the states stay on the verifier's device."""
@@ -62,7 +67,7 @@ class OnlineFeatures(Features):
         for numbers in self._batches(documents):
             states = capture_packed(
                 self.verifier,
-                [self._tokens[i] for i in numbers],
+                [self._documents[i] for i in numbers],
                 aux_layer_ids=self.manifest.aux_layer_ids,
             )
             yield Packed(numbers, states.aux, states.last, states.lse)
@@ -108,7 +113,7 @@ class OnlineFeatures(Features):
         self._wake()
         documents = capture_batch(
             self.verifier,
-            [self._tokens[i] for i in numbers],
+            [self._documents[i] for i in numbers],
             aux_layer_ids=self.manifest.aux_layer_ids,
         )
         for document in documents:

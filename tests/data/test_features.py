@@ -187,6 +187,40 @@ def test_a_killed_writer_keeps_whole_shards_and_ignores_the_half_written_one(
     assert sorted(cache.info(i).doc_id for i in range(len(cache))) == sorted(d.info.doc_id for d in documents)
 
 
+def test_a_shard_that_cannot_be_written_stops_the_writer(
+    tmp_path: Path, verifier: Verifier, documents: list[Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(target: Path, documents: list[Document]) -> None:
+        raise OSError(f"no space left for {target.name}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dspark.data.features._write_shard", full)
+        with pytest.raises(OSError, match=r"no space left for shard-00000"):
+            write(tmp_path, verifier, documents).close()
+    assert not (tmp_path / MANIFEST).exists()
+    writer = write(tmp_path, verifier, documents)
+    assert writer.resumed == 0
+    assert writer.close().documents == len(documents)
+
+
+def test_tensors_in_a_shard_are_aligned_and_named_by_kind(
+    tmp_path: Path, verifier: Verifier, documents: list[Document]
+) -> None:
+    write(tmp_path, verifier, documents, shard_bytes=10**7).close()
+    raw = (tmp_path / "shard-00000.safetensors").read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    assert size % 8 == 0
+    assert len(header) == 1 + 5 * len(documents)
+    widths = {"F32": 4, "I32": 4, "BF16": 2, "BOOL": 1}
+    places = sorted((t["data_offsets"], t["dtype"]) for n, t in header.items() if n != "__metadata__")
+    assert all(start % widths[dtype] == 0 for (start, _), dtype in places)
+    assert [0, *(end for (_, end), _ in places)] == [
+        *(start for (start, _), _ in places),
+        len(raw) - 8 - size,
+    ]
+
+
 def test_resume_with_another_order_and_limit_writes_each_document_once(
     tmp_path: Path, verifier: Verifier, documents: list[Document]
 ) -> None:

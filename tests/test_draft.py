@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dspark.blocks import build_blocks
-from dspark.nn.attention import GROUP, _dense_mask, occupied_tiles, plan_attention, resolve_backend
+from dspark.nn.attention import GROUP, plan_attention, resolve_backend
 from dspark.nn.backbone import Rotary
 from dspark.nn.draft import ContextCache
 from tests.builders import draft_config, random_batch, random_draft
@@ -55,27 +55,6 @@ def test_context_mask_equals_a_three_loop_version(window):
                     assert not own[torch.arange(last - first) != a - first].any()
                     seen = [window is None or slot - window < other <= slot for other in range(width)]
                     assert own[a - first].tolist() == seen
-
-
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("query_slots", [4, 3])
-def test_occupied_tiles_equal_the_dense_mask_cut_into_tiles(window, query_slots):
-    config = (
-        draft_config(layer_types=("sliding_attention",) * 2, sliding_window=5) if window else draft_config()
-    )
-    batch = random_batch(config, anchors=21, rows=((60, 20), (81,)))
-    starts = batch.doc_start.gather(1, batch.anchors)
-    length, width, tile = batch.input_ids.shape[1], config.block_size, 8
-    some, whole = occupied_tiles(batch.anchors, starts, length, width, query_slots, window, tile)
-    for b in range(2):
-        slots = range(width - query_slots, width)
-        dense = _dense_mask(batch.anchors[b], starts[b], 0, length, slots, width, window)
-        grown = torch.zeros(some.shape[1] * tile, some.shape[2] * tile, dtype=torch.bool)
-        grown[: dense.shape[0], : dense.shape[1]] = dense
-        tiles = grown.view(some.shape[1], tile, some.shape[2], tile)
-        assert torch.equal(some[b], tiles.any(3).any(1))
-        assert not (whole[b] & ~tiles.all(3).all(1)).any()
-        assert whole[b].sum() > 0 or window
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
@@ -172,10 +151,10 @@ def test_rotation_of_one_position_by_hand():
     torch.testing.assert_close(rotary.rotate(x, x.dtype)[0, 0], expected)
 
 
-def test_auto_backend_trains_on_cpu_and_flex_is_refused_there():
+def test_auto_backend_trains_on_cpu_and_the_kernel_is_refused_there():
     assert resolve_backend("auto", torch.device("cpu")) == "grouped"
     with pytest.raises(ValueError, match="needs a CUDA device"):
-        resolve_backend("flex", torch.device("cpu"))
+        resolve_backend("kernel", torch.device("cpu"))
     with pytest.raises(ValueError, match="expected one of"):
         resolve_backend("sdpa2", torch.device("cpu"))
 

@@ -7,8 +7,11 @@ import torch
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
-from dspark.kernels import loss_terms
+from dspark.blocks import sample_anchors
+from dspark.kernels.block_attention import block_attention, key_ranges
+from dspark.kernels.loss import loss_terms
 from dspark.losses import LK_ETA, LossWeights, terms_with_gradient
+from dspark.nn.attention import DensePlan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS, STATES, SCALE = 13, 7, 0.7
@@ -60,3 +63,41 @@ def test_loss_kernel_equals_the_plain_terms_and_their_gradient(name, ce_label, t
     for got, (field, value) in zip(stats, vars(wanted).items(), strict=True):
         torch.testing.assert_close(got, value, rtol=1e-4, atol=1e-5, msg=lambda text, f=field: f"{f}: {text}")
     torch.testing.assert_close(given.cpu(), gradient * SCALE, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "anchors", "width", "slots", "heads", "kv_heads", "dim", "window"),
+    [
+        (1, 100, 12, 4, 4, 4, 2, 16, None),  # one tile
+        (2, 200, 40, 4, 3, 4, 2, 16, None),  # the last layer of a fill-in draft
+        (1, 300, 50, 8, 7, 6, 2, 24, None),  # ragged tiles, a head dimension that is no power of two
+        (1, 200, 40, 8, 8, 2, 1, 16, 20),  # a window wider than a block
+        (1, 150, 40, 8, 7, 2, 2, 16, 5),  # and a narrower one
+        (1, 60, 90, 8, 7, 2, 2, 16, None),  # padding anchors
+    ],
+)
+def test_attention_kernels_equal_dense_attention(
+    rows, length, anchors, width, slots, heads, kv_heads, dim, window
+):
+    generator = torch.Generator().manual_seed(0)
+    doc_start = torch.zeros(rows, length, dtype=torch.int64)
+    for b in range(rows):
+        for start in torch.randperm(length - 2, generator=generator)[:3].sort().values + 1:
+            doc_start[b, start:] = start
+    mask = torch.rand(rows, length, generator=generator) > 0.2
+    places, _ = sample_anchors(mask, doc_start, anchors, generator)
+    starts = doc_start.gather(1, places)
+    shapes = [(rows, anchors, slots, heads), *[(rows, length, kv_heads)] * 2]
+    shapes += [(rows, anchors, width, kv_heads)] * 2
+    inputs = [torch.randn(*shape, dim, generator=generator).requires_grad_() for shape in shapes]
+    wanted = DensePlan.build(places, starts, length, width, window).attend(*inputs)
+    upstream = torch.randn(wanted.shape, generator=generator)
+    gradients = torch.autograd.grad(wanted, inputs, upstream)
+
+    given = [t.detach().to(DEVICE).requires_grad_() for t in inputs]
+    places, starts = places.to(DEVICE), starts.to(DEVICE)
+    ranges = key_ranges(places, starts, length=length, slots=slots, width=width, window=window)
+    out = block_attention(*given, places, starts, ranges, window)
+    got = torch.autograd.grad(out, given, upstream.to(DEVICE))
+    for a, b in zip((out, *got), (wanted, *gradients), strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-5)

@@ -5,7 +5,7 @@ Three forms of one function, chosen by `plan_attention`:
 * `GroupedPlan` (CPU and the general fall-back): anchors are ascending, so neighbouring anchors share almost all of their
   context. A group of them attends to `context[lo:hi]` and to the group's own blocks in one product; cost is
   A (S + Q) up to the group size, never (S + A Q)^2.
-* `FlexPlan` (CUDA): one block-sparse FlexAttention call over `context ++ blocks`.
+* `KernelPlan` (CUDA): Triton kernels that skip what no slot sees, forward and backward (`dspark/kernels/block_attention.py`).
 * `dense_attention`: softmax over everything with a mask, the tests' oracle.
 
 Visibility itself is defined once, in `dspark.blocks`.
@@ -15,16 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dspark.blocks import DraftBatch, visible, visible_in_block
+from dspark.kernels import triton_is_installed
 
-BACKENDS = ("auto", "grouped", "flex", "dense")
-TILE = 128  # queries and keys of a FlexAttention tile
+BACKENDS = ("auto", "grouped", "kernel", "dense")
 GROUP = (
     16  # anchors a grouped call; larger groups waste work on each other's blocks, smaller ones on launches
 )
@@ -33,21 +32,23 @@ KEY_STEP = 64  # keys of a grouped call come in multiples of this
 
 
 def resolve_backend(backend: str, device: torch.device) -> str:
-    """The form that `auto` means on this device. Raises ValueError for unknown names and for flex without CUDA."""
+    """The form that `auto` means on this device. Raises ValueError for unknown names, and for the kernel without CUDA."""
     if backend not in BACKENDS:
         raise ValueError(f"attention_backend is {backend!r}; expected one of {BACKENDS}.")
     if backend == "auto":
-        return "flex" if device.type == "cuda" else "grouped"
-    if backend == "flex" and device.type != "cuda":
-        raise ValueError("attention_backend is 'flex', which needs a CUDA device; use 'auto' or 'grouped'.")
+        return "kernel" if device.type == "cuda" and triton_is_installed() else "grouped"
+    if backend == "kernel" and not (device.type == "cuda" and triton_is_installed()):
+        raise ValueError(
+            "attention_backend is 'kernel', which needs a CUDA device and Triton; use 'auto' or 'grouped'."
+        )
     return backend
 
 
 def plan_attention(
     batch: DraftBatch, block_size: int, windows: set, backend: str
-) -> dict[int | None, GroupedPlan | FlexPlan | DensePlan]:
+) -> dict[int | None, GroupedPlan | KernelPlan | DensePlan]:
     """Masks of one batch, computed once and shared by all layers: one plan for each window in use (None = full)."""
-    kind = {"grouped": GroupedPlan, "flex": FlexPlan, "dense": DensePlan}[
+    kind = {"grouped": GroupedPlan, "kernel": KernelPlan, "dense": DensePlan}[
         resolve_backend(backend, batch.anchors.device)
     ]
     starts = batch.doc_start.gather(1, batch.anchors)
@@ -278,61 +279,16 @@ def dense_attention(
     return torch.einsum("hnk,khd->nhd", weights, v).view(q.shape)
 
 
-@cache
-def _compiled_flex():
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # Static: the two query widths in use are two graphs; symbolic shapes take minutes to compile.
-    return torch.compile(flex_attention, dynamic=False)
-
-
-def occupied_tiles(
-    anchors: Int[Tensor, "B A"],
-    starts: Int[Tensor, "B A"],
-    length: int,
-    block_size: int,
-    query_slots: int,
-    window: int | None,
-    tile: int,
-) -> tuple[Bool[Tensor, "B I J"], Bool[Tensor, "B I J"]]:
-    """Which `tile` x `tile` squares of (queries x keys) hold any visible pair, and which hold nothing else.
-
-    Queries are the last `query_slots` slots of every block, keys are `context ++ blocks`. Computed from the anchors alone, since
-    a block sees one run of context: a general-purpose mask builder would evaluate every pair.
-    """
-    count, device = anchors.shape[1], anchors.device
-    queries = torch.arange(-(-count * query_slots // tile) * tile, device=device)
-    inside = queries < count * query_slots
-    block = (queries // query_slots).clamp(max=count - 1)
-    slot = queries % query_slots + block_size - query_slots
-    anchor, start = anchors[:, block], starts[:, block]  # [B, I * tile]
-    first = start if window is None else torch.maximum(start, anchor + slot - window + 1)
-    keys = torch.arange(0, length + count * block_size, tile, device=device)
-    lo, hi = keys, (keys + tile).clamp(max=length)  # a tile may begin in the context and end in the blocks
-    some = (
-        (first.unsqueeze(-1) < hi) & (anchor.unsqueeze(-1) > lo) & (lo < hi) & (first < anchor).unsqueeze(-1)
-    )
-    whole = (first.unsqueeze(-1) <= lo) & (anchor.unsqueeze(-1) >= keys + tile)
-    own = length + block * block_size
-    own_first = own if window is None else own + (slot - window + 1).clamp(min=0)
-    own_last = own + (block_size - 1 if window is None else slot)
-    in_own = (own_first.unsqueeze(-1) < keys + tile) & (own_last.unsqueeze(-1) >= keys)
-    some = (some | in_own) & inside.unsqueeze(-1)
-    whole = whole & inside.unsqueeze(-1)
-    rows = (len(anchors), -1, tile, len(keys))
-    return some.view(rows).any(2), whole.view(rows).all(2)
-
-
 @dataclass
-class FlexPlan:
-    """One FlexAttention call; tiles that no slot can see are skipped, tiles that all see are not masked."""
+class KernelPlan:
+    """One Triton kernel over all blocks of a batch (dspark/kernels/block_attention.py)."""
 
     anchors: Int[Tensor, "B A"]
     starts: Int[Tensor, "B A"]
     length: int
     block_size: int
     window: int | None
-    masks: dict[int, object]
+    ranges: dict[int, Tensor]
 
     @classmethod
     def build(
@@ -342,50 +298,8 @@ class FlexPlan:
         length: int,
         block_size: int,
         window: int | None,
-    ) -> FlexPlan:
-        return cls(anchors, starts, length, block_size, window, {})
-
-    def mask(self, query_slots: int):
-        """Block mask for the last `query_slots` slots of every block, built on first use."""
-        if query_slots not in self.masks:
-            self.masks[query_slots] = self._build_mask(query_slots)
-        return self.masks[query_slots]
-
-    def _build_mask(self, query_slots: int):
-        from torch.nn.attention.flex_attention import BlockMask
-
-        anchors, starts, length, width, window = (
-            self.anchors,
-            self.starts,
-            self.length,
-            self.block_size,
-            self.window,
-        )
-        skipped, count = width - query_slots, anchors.shape[1]
-
-        def mask_mod(b, h, query, key):
-            # Queries of a ragged last tile belong to no anchor; they read the last one's and are cut off.
-            block = (query // query_slots).clamp(max=count - 1)
-            slot = query % query_slots + skipped
-            inside = key - length
-            context = visible(anchors[b, block], slot, starts[b, block], key, window) & (key < length)
-            own = (inside >= 0) & (inside // width == block)
-            if window is not None:
-                own = own & (inside % width <= slot) & (inside % width > slot - window)
-            return context | own
-
-        some, whole = occupied_tiles(anchors, starts, length, width, query_slots, window, TILE)
-        partial = (some & ~whole).unsqueeze(1)
-        whole = whole.unsqueeze(1)
-        return BlockMask.from_kv_blocks(
-            partial.sum(-1, dtype=torch.int32),
-            partial.int().argsort(dim=-1, descending=True, stable=True).int(),
-            whole.sum(-1, dtype=torch.int32),
-            whole.int().argsort(dim=-1, descending=True, stable=True).int(),
-            BLOCK_SIZE=TILE,
-            mask_mod=mask_mod,
-            seq_lengths=(count * query_slots, length + count * width),
-        )
+    ) -> KernelPlan:
+        return cls(anchors.contiguous(), starts.contiguous(), length, block_size, window, {})
 
     def attend(
         self,
@@ -395,8 +309,26 @@ class FlexPlan:
         k_block: Float[Tensor, "B A Q g d"],
         v_block: Float[Tensor, "B A Q g d"],
     ) -> Float[Tensor, "B A q h d"]:
-        k = torch.cat([k_context, k_block.flatten(1, 2)], dim=1).transpose(1, 2)
-        v = torch.cat([v_context, v_block.flatten(1, 2)], dim=1).transpose(1, 2)
-        queries = q.flatten(1, 2).transpose(1, 2)
-        out = _compiled_flex()(queries, k, v, block_mask=self.mask(q.shape[2]), enable_gqa=True)
-        return out.transpose(1, 2).reshape(q.shape)
+        from dspark.kernels.block_attention import block_attention, key_ranges
+
+        slots = q.shape[2]
+        if slots not in self.ranges:
+            self.ranges[slots] = key_ranges(
+                self.anchors,
+                self.starts,
+                length=self.length,
+                slots=slots,
+                width=self.block_size,
+                window=self.window,
+            )
+        return block_attention(
+            q,
+            k_context,
+            v_context,
+            k_block,
+            v_block,
+            self.anchors,
+            self.starts,
+            self.ranges[slots],
+            self.window,
+        )

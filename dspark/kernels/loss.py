@@ -1,8 +1,7 @@
-"""Triton kernels of the CUDA path. Each has its plain form elsewhere, which the tests compare it with.
+"""`dspark.losses.terms_with_gradient` in one kernel.
 
-`loss_terms` is `dspark.losses.terms_with_gradient` in one kernel: the element-wise form makes some twenty passes over a
-[rows, V] tensor in fp32, this one reads the bf16 logits of draft and verifier three times, mostly from cache, and writes the
-gradient over the draft's.
+The element-wise form makes some twenty passes over a [rows, V] tensor in fp32; this one reads the bf16 logits of draft and
+verifier three times, mostly from cache, and writes the gradient over the draft's.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ def _loss_terms(
     lk,
     lk_eta,
     width: tl.constexpr,
+    DIVERGENCE: tl.constexpr,
     TEXT_LABEL: tl.constexpr,
     RENORMALISE: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -78,7 +78,7 @@ def _loss_terms(
     else:
         t_lse = tl.load(target_lse + source)
 
-    # Second pass: overlap, the draft's mass where it falls short, and the sums of kl.
+    # Second pass: overlap, the draft's mass where it falls short, and the sums of kl. One exponential gives the first two.
     overlap = tl.zeros((BLOCK,), tl.float32)
     short = tl.zeros((BLOCK,), tl.float32)
     mass = tl.zeros((BLOCK,), tl.float32)
@@ -88,12 +88,15 @@ def _loss_terms(
         inside = at < width
         z = tl.where(inside, tl.load(z_row + at, mask=inside, other=0.0).to(tl.float32) * scale, -1.0e30)
         t = tl.where(inside, tl.load(t_row + at, mask=inside, other=0.0).to(tl.float32) * scale, -1.0e30)
-        q = tl.exp(z - z_lse)
-        p = tl.exp(t - t_lse)
-        overlap += tl.minimum(q, p)
-        short += tl.where(q < p, q, 0.0)
-        mass += p
-        cross += tl.where(p > 0.0, p * (t - t_lse - z), 0.0)
+        log_q = z - z_lse
+        log_p = t - t_lse
+        smaller = tl.exp(tl.minimum(log_q, log_p))
+        overlap += smaller
+        short += tl.where(log_q < log_p, smaller, 0.0)
+        if DIVERGENCE:
+            p = tl.exp(log_p)
+            mass += p
+            cross += tl.where(p > 0.0, p * (log_p - z), 0.0)
     alpha = tl.minimum(tl.sum(overlap, 0), 1.0)
     below = tl.sum(short, 0)
     kept = tl.sum(mass, 0)
@@ -117,7 +120,8 @@ def _loss_terms(
     divergence = kl + lk * blend
     shared = tv + lk * (1.0 - blend)
     loss = shared * (1.0 - alpha) - nla * tl.log(floor) + ce_weight * (z_lse - z_ce)
-    loss += divergence * (tl.sum(cross, 0) + kept * z_lse)
+    if DIVERGENCE:
+        loss += divergence * (tl.sum(cross, 0) + kept * z_lse)
     tl.store(stats + row, alpha)
     tl.store(stats + rows + row, tl.where(known, tl.minimum(ratio, 1.0), 0.0))
     tl.store(stats + 2 * rows + row, tl.where(known & (z_index == label), 1.0, 0.0))
@@ -133,10 +137,13 @@ def _loss_terms(
             inside = at < width
             z = tl.load(z_row + at, mask=inside, other=0.0).to(tl.float32) * scale
             t = tl.load(t_row + at, mask=inside, other=0.0).to(tl.float32) * scale
-            q = tl.exp(z - z_lse)
-            p = tl.exp(t - t_lse)
-            grad = pull * q * (below - tl.where(q < p, 1.0, 0.0))
-            grad += divergence * (q * kept - p) + ce_weight * (q - tl.where(at == ce_place, 1.0, 0.0))
+            log_q = z - z_lse
+            log_p = t - t_lse
+            q = tl.exp(log_q)
+            grad = pull * q * (below - tl.where(log_q < log_p, 1.0, 0.0))
+            grad += ce_weight * (q - tl.where(at == ce_place, 1.0, 0.0))
+            if DIVERGENCE:
+                grad += divergence * (q * kept - tl.exp(log_p))
             tl.store(z_row + at, (grad * weight).to(logits.dtype.element_ty), mask=inside)
 
 
@@ -179,6 +186,7 @@ def loss_terms(
         weight["lk_hybrid"],
         float(lk_eta),
         width,
+        DIVERGENCE=bool(weight["kl"] or weight["lk_hybrid"]),
         TEXT_LABEL=text_label,
         RENORMALISE=renormalise,
         GRADIENT=row_weights is not None,

@@ -25,13 +25,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from dspark.kernels import triton_is_installed
 
 TERMS = ("ce", "tv", "l1", "kl", "rkl", "jsd", "nla", "lk_hybrid")
 KERNEL_TERMS = ("ce", "tv", "l1", "kl", "nla", "lk_hybrid")  # their gradients need no logarithm per token
@@ -99,57 +99,64 @@ class RowStats:
     loss: Float[Tensor, " M"]
 
 
+@dataclass
+class Part:
+    """Some rows that are finished together. `target_row[m]` picks the row's verifier state among `positions`."""
+
+    keep: Int[Tensor, " m"]
+    positions: Int[Tensor, " p"]
+    target_row: Int[Tensor, " m"]
+
+
 class VocabularyLoss(torch.autograd.Function):
-    """Weighted sum of loss terms over rows; the gradient is formed with the value, chunk by chunk."""
+    """Weighted sum of loss terms over rows; the gradient is formed with the value, part by part."""
 
     @staticmethod
     def forward(
-        ctx, features, bias_features, bias_weight, head_weight, rows, weights, logit_scale, chunk_rows
+        ctx,
+        features,
+        bias_features,
+        bias_weight,
+        joint,
+        rows,
+        weights,
+        logit_scale,
+        chunk_rows,
+        static_shapes,
     ):
         need_grad = any(ctx.needs_input_grad[:3])
-        dtype = features.dtype
-        joint = head_weight.to(dtype)
-        if bias_weight is not None:
-            joint = torch.cat(
-                [joint, bias_weight.to(dtype)], dim=1
-            )  # [V, H+R]: base logits and bias in one product
+        dtype, hidden = features.dtype, features.shape[1]
+        head_weight = joint[:, :hidden]
         inputs = features if bias_features is None else torch.cat([features, bias_features.to(dtype)], dim=1)
-        hidden = features.shape[1]
         stats = RowStats(*(torch.zeros(len(inputs), device=inputs.device) for _ in range(4)))
         grad_inputs = torch.zeros_like(inputs) if need_grad else None
         grad_bias = None
-        total = torch.zeros((), dtype=torch.float32, device=inputs.device)
-
-        active = supervised_rows(rows.weights)
-        # An empty tensor splits into one empty part.
-        for keep in active.split(chunk_rows) if len(active) else ():
-            positions, target_row = torch.unique(rows.target_row[keep], return_inverse=True)
-            positions = padded(positions)
-            states, lse = rows.target[positions].to(dtype), rows.target_lse[positions]
-            labels, row_weights = rows.labels[keep], rows.weights[keep]
+        if need_grad and bias_weight is not None:
+            grad_bias = torch.zeros_like(bias_weight, dtype=torch.float32)
+        divide = fixed_parts if static_shapes else supervised_parts
+        for part in divide(rows, chunk_rows):
+            keep = part.keep
+            states = rows.target[part.positions].to(dtype)
             chunk = inputs[keep]
-            logits = chunk @ joint.T
+            logits = chunk @ joint.T  # base logits and bias in one product
             values = _chunk(
                 logits,
                 states,
-                lse,
-                target_row,
-                labels,
-                row_weights if need_grad else None,
+                rows.target_lse[part.positions],
+                part.target_row,
+                rows.labels[keep],
+                rows.weights[keep] if need_grad else None,
                 head_weight,
                 weights,
                 logit_scale,
             )
             for name, value in zip(vars(stats), values, strict=True):
                 getattr(stats, name)[keep] = value
-            total += (stats.loss[keep] * row_weights).sum()
             if need_grad:
                 grad_inputs[keep] = logits @ joint
-                if bias_weight is not None:
-                    product = (logits.T @ chunk[:, hidden:]).float()
-                    grad_bias = product if grad_bias is None else grad_bias.add_(product)
-        if need_grad and bias_weight is not None and grad_bias is None:
-            grad_bias = torch.zeros_like(bias_weight, dtype=torch.float32)
+                if grad_bias is not None:
+                    grad_bias += logits.T @ chunk[:, hidden:]
+        total = (stats.loss * rows.weights).sum()
         ctx.hidden = hidden
         ctx.save_for_backward(grad_inputs, grad_bias)
         ctx.mark_non_differentiable(*vars(stats).values())
@@ -159,27 +166,53 @@ class VocabularyLoss(torch.autograd.Function):
     def backward(ctx, grad_total, *_):
         grad_inputs, grad_bias = ctx.saved_tensors
         grad_features = grad_inputs[:, : ctx.hidden] * grad_total.to(grad_inputs.dtype)
-        if grad_bias is None:
-            return grad_features, None, None, None, None, None, None, None
-        grad_bias_features = grad_inputs[:, ctx.hidden :] * grad_total.to(grad_inputs.dtype)
-        return grad_features, grad_bias_features, grad_bias * grad_total, None, None, None, None, None
+        grad_bias_features = None
+        if grad_bias is not None:
+            grad_bias_features = grad_inputs[:, ctx.hidden :] * grad_total.to(grad_inputs.dtype)
+            grad_bias = grad_bias * grad_total
+        return grad_features, grad_bias_features, grad_bias, None, None, None, None, None, None
 
 
-def supervised_rows(weights: Float[Tensor, " M"]) -> Int[Tensor, " n"]:
-    """Rows with a weight, ascending, then as many others as make their number a multiple of `ROW_STEP` (if there are so many).
+def supervised_parts(rows: Rows, chunk_rows: int) -> list[Part]:
+    """The rows with a weight, ascending, up to `chunk_rows` in a part, each with its distinct target positions.
 
-    Rows without weight add nothing to the loss. Products are compiled for their shape on a CPU, and numbers of supervised rows
-    differ from step to step: rounded up, they are a handful.
+    Numbers of rows and positions are rounded up to `ROW_STEP` with others, which have no weight: products are compiled for
+    their shape on a CPU, and numbers differ from step to step. The host reads them from the device once.
     """
-    idle = weights == 0
-    count = int(len(idle) - idle.sum())
+    idle = rows.weights == 0
+    count, length = len(idle), len(rows.target)
     order = torch.argsort(idle.to(torch.uint8), stable=True)
-    return order[: min(len(order), -(-count // ROW_STEP) * ROW_STEP)]
+    parts = -(-count // chunk_rows)
+    # Which positions each part needs; idle rows ask for one beyond the last.
+    place = torch.where(idle, length, rows.target_row)[order]
+    place = place + torch.arange(count, device=idle.device) // chunk_rows * (length + 1)
+    seen = torch.zeros(parts * (length + 1), dtype=torch.bool, device=idle.device)
+    seen = seen.scatter_(0, place, True).view(parts, -1)[:, :-1]
+    numbers = torch.cat([(~idle).sum().view(1), seen.sum(1)]).tolist()
+    active, distinct = _whole_steps(numbers[0], count), numbers[1:]
+    needed = torch.argsort((~seen).to(torch.uint8), dim=1, stable=True)
+    local = seen.cumsum(1).sub_(1).clamp_(min=0)
+    return [
+        Part(
+            keep=(keep := order[start : min(start + chunk_rows, active)]),
+            positions=needed[i, : _whole_steps(max(1, distinct[i]), length)],
+            target_row=local[i, rows.target_row[keep]],
+        )
+        for i, start in enumerate(range(0, active, chunk_rows))
+    ]
 
 
-def padded(positions: Int[Tensor, " P"]) -> Int[Tensor, " P2"]:
-    """The positions, the last one repeated until their number is a multiple of `ROW_STEP`."""
-    return torch.cat([positions, positions[-1:].expand(-len(positions) % ROW_STEP)])
+def _whole_steps(count: int, limit: int) -> int:
+    return min(limit, -(-count // ROW_STEP) * ROW_STEP)
+
+
+def fixed_parts(rows: Rows, chunk_rows: int) -> list[Part]:
+    """All rows, whatever their weights, each with its own target state: shapes that no batch changes."""
+    every = torch.arange(len(rows.weights), device=rows.weights.device)
+    return [
+        Part(keep=keep, positions=rows.target_row[keep], target_row=every[: len(keep)])
+        for keep in every.split(chunk_rows)
+    ]
 
 
 def _chunk(
@@ -198,7 +231,7 @@ def _chunk(
     Where there is a kernel, it does everything after the two products.
     """
     if _has_kernel(logits.device, weights):
-        from dspark.kernels import loss_terms
+        from dspark.kernels.loss import loss_terms
 
         stats = loss_terms(
             logits,
@@ -236,12 +269,7 @@ def _chunk(
 def _has_kernel(device: torch.device, weights: LossWeights) -> bool:
     """Whether the terms asked for have a kernel on this device, where Triton is installed."""
     needed = {name for name, weight in weights.terms.items() if weight}
-    return device.type == "cuda" and needed <= set(KERNEL_TERMS) and _triton_is_installed()
-
-
-@cache
-def _triton_is_installed() -> bool:
-    return find_spec("triton") is not None
+    return device.type == "cuda" and needed <= set(KERNEL_TERMS) and triton_is_installed()
 
 
 def vocabulary_loss(
@@ -251,23 +279,43 @@ def vocabulary_loss(
     weights: LossWeights,
     logit_scale: float,
     chunk_rows: int,
+    *,
+    joint: Float[Tensor, "V J"] | None = None,
+    static_shapes: bool = False,
 ) -> tuple[Float[Tensor, ""], RowStats]:
     """sum_m weight_m * (weighted terms of row m), and the per-row statistics. Differentiable in features and bias.
 
-    Not divided: the caller divides once by the weights summed over micro-batches and ranks.
+    Not divided: the caller divides once by the weights summed over micro-batches and ranks. `joint` is `[head_weight, bias_weight]`
+    in the features' dtype, where the caller has it already. `static_shapes` trades work on rows without weight and on repeated
+    target positions for shapes that are the same for every batch, so that the host need not wait for the device.
     """
     with torch.autocast(rows.features.device.type, enabled=False):
+        if joint is None:
+            joint = joint_head(head_weight, bias_weight, rows.features.dtype)
         total, *stats = VocabularyLoss.apply(
             rows.features,
             rows.bias_features,
             bias_weight,
-            head_weight,
+            joint,
             rows,
             weights,
             logit_scale,
             chunk_rows,
+            static_shapes,
         )
     return total, RowStats(*stats)
+
+
+def joint_head(
+    head_weight: Float[Tensor, "V H"], bias_weight: Float[Tensor, "V R"] | None, dtype: torch.dtype
+) -> Float[Tensor, "V J"]:
+    """`[head_weight, bias_weight]`, so that base logits and the sequential head's bias are one product."""
+    head_weight = head_weight.to(dtype)
+    return (
+        head_weight
+        if bias_weight is None
+        else torch.cat([head_weight, bias_weight.detach().to(dtype)], dim=1)
+    )
 
 
 def target_probabilities(

@@ -45,8 +45,12 @@ def draft_loss(
     *,
     confidence_detach_inputs: bool,
     chunk_rows: int,
+    static_shapes: bool = False,
 ) -> LossSums:
-    """Loss sums of one batch. `confidence_detach_inputs` keeps the confidence loss out of the backbone and the head."""
+    """Loss sums of one batch. `confidence_detach_inputs` keeps the confidence loss out of the backbone and the head.
+
+    `static_shapes`: see `vocabulary_loss`.
+    """
     config, blocks = draft.config, output.blocks
     shape = blocks.supervised.shape
     weight = position_weights(config.num_proposals, weights.decay_gamma, blocks.supervised.device)
@@ -57,7 +61,7 @@ def draft_loss(
         features=output.hidden.flatten(0, 2),
         bias_features=None if output.features is None else output.features.flatten(0, 2),
         weights=row_weights,
-        labels=draft.vocab.target_to_draft(blocks.labels).flatten(),
+        labels=draft.to_draft_ids(blocks.labels).flatten(),
         target_row=(blocks.target_index + row_of_batch).flatten(),
         target=batch.last.flatten(0, 1),
         target_lse=batch.lse.flatten(),
@@ -70,6 +74,8 @@ def draft_loss(
         weights,
         config.logit_scale,
         chunk_rows,
+        joint=draft.joint_head(output.hidden.dtype),
+        static_shapes=static_shapes,
     )
     numerator, confidence = vocabulary, vocabulary.new_zeros(())
     if draft.confidence_head is not None and weights.confidence:

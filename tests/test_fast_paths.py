@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from dspark.losses import ROW_STEP, maximum_and_index, padded, supervised_rows
+from dspark.losses import ROW_STEP, Rows, fixed_parts, maximum_and_index, supervised_parts
 from dspark.nn.attention import GROUP, KEY_STEP, _padded
 from dspark.nn.backbone import RMSNorm, Rotary
 from tests.builders import random_batch, random_draft
@@ -59,17 +59,48 @@ def test_grouped_calls_come_in_few_shapes():
     assert _padded(700, 1020, 100, 1024) == (676, 1024)
 
 
+def rows_of(weights, target_row, positions):
+    count = len(weights)
+    return Rows(
+        features=torch.zeros(count, 4),
+        bias_features=None,
+        weights=weights,
+        labels=torch.zeros(count, dtype=torch.int64),
+        target_row=target_row,
+        target=torch.zeros(positions, 4),
+        target_lse=torch.zeros(positions),
+    )
+
+
 def test_supervised_rows_come_first_and_in_whole_steps():
     weights = torch.zeros(300)
     weights[[5, 7, 200]] = 1.0
-    rows = supervised_rows(weights)
-    assert len(rows) == ROW_STEP
-    assert rows[:3].tolist() == [5, 7, 200]
-    assert len(set(rows.tolist())) == ROW_STEP
-    assert len(supervised_rows(torch.zeros(300))) == 0
-    assert len(supervised_rows(torch.ones(70))) == 70
-    assert padded(torch.tensor([3, 9])).tolist() == [3] + [9] * (ROW_STEP - 1)
-    assert len(padded(torch.arange(ROW_STEP))) == ROW_STEP
+    target_row = torch.arange(300) // 2
+    (part,) = supervised_parts(rows_of(weights, target_row, 150), 256)
+    assert len(part.keep) == ROW_STEP
+    assert part.keep[:3].tolist() == [5, 7, 200]
+    assert len(set(part.keep.tolist())) == ROW_STEP
+    assert len(part.positions) == ROW_STEP
+    assert part.positions[:3].tolist() == [2, 3, 100]
+    assert part.positions[part.target_row[:3]].tolist() == [2, 3, 100]
+    assert supervised_parts(rows_of(torch.zeros(300), target_row, 150), 256) == []
+    assert len(supervised_parts(rows_of(torch.ones(70), target_row[:70], 35), 256)[0].keep) == 70
+
+
+@pytest.mark.parametrize("chunk_rows", [7, 64, 1000])
+def test_every_row_is_in_one_part_beside_its_own_target(chunk_rows):
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(500, generator=generator) * (torch.rand(500, generator=generator) > 0.4)
+    target_row = torch.randint(90, (500,), generator=generator)
+    rows = rows_of(weights, target_row, 90)
+    for divide in (supervised_parts, fixed_parts):
+        parts = divide(rows, chunk_rows)
+        kept = torch.cat([part.keep for part in parts])
+        assert len(kept) == len(kept.unique())
+        assert set(weights.nonzero().squeeze(1).tolist()) <= set(kept.tolist())
+        for part in parts:
+            real = weights[part.keep] > 0
+            assert torch.equal(part.positions[part.target_row][real], target_row[part.keep][real])
 
 
 def plain_norm(x, weight, eps):

@@ -7,17 +7,22 @@ names are those of served checkpoints, so exporting renames nothing.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Protocol, runtime_checkable
+from functools import cache, partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dspark.config import DraftConfig
+
+# What recomputing would take long. Largest magnitudes, which float8 scales with, are a pass over memory each.
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default, torch.ops.aten.amax.default)
 
 
 @runtime_checkable
@@ -190,8 +195,9 @@ class Layer(nn.Module):
         """Queries of the slots from `first_query` on, keys and values of all."""
         normed = self.input_layernorm(x)
         k, v = self.self_attn.keys_values(normed, Rotary(cos, sin))
-        rotary = Rotary(cos[:, :, first_query:], sin[:, :, first_query:])
-        return self.self_attn.queries(normed[:, :, first_query:], rotary), k, v
+        if first_query:
+            normed, cos, sin = (t[:, :, first_query:] for t in (normed, cos, sin))
+        return self.self_attn.queries(normed, Rotary(cos, sin)), k, v
 
     def after_attention(
         self, x: Float[Tensor, "B A q H"], mixed: Float[Tensor, "B A q h d"]
@@ -201,11 +207,22 @@ class Layer(nn.Module):
 
 
 def region(function: Callable, compiled: bool) -> Callable:
-    """`function`, or its compiled form, in which norms, rotations and gates between matrix products are single kernels and
-    what can be recomputed cheaply is not kept for the backward pass."""
+    """`function`, or its compiled form, in which norms, rotations, casts and gates between matrix products are single kernels.
+
+    Only products are kept for the backward pass; all else, bf16 copies of the weights too, is computed again there.
+    """
     return _compiled(function) if compiled else function
 
 
 @cache
 def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=False, fullgraph=True)
+    # It warns, once, that recomputed regions must not work in place; these do not.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    keep_products = partial(create_selective_checkpoint_contexts, list(PRODUCTS))
+
+    def lean(*inputs: Any) -> Any:
+        return checkpoint(function, *inputs, use_reentrant=False, context_fn=keep_products)
+
+    # The compiler counts the shapes it has seen by code object, so every function needs one of its own.
+    lean.__code__ = lean.__code__.replace(co_name=function.__qualname__)
+    return torch.compile(lean, dynamic=False, fullgraph=True)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dspark.blocks import Blocks, DraftBatch, build_blocks, visible, visible_in_block
 from dspark.config import Contract, DraftConfig
+from dspark.losses import joint_head
 from dspark.nn.attention import plan_attention
 from dspark.nn.backbone import Attends, Attention, Layer, RMSNorm, Rotary, region
 from dspark.nn.confidence import ConfidenceHead
@@ -79,6 +80,8 @@ class Draft(nn.Module):
         )
         self.register_buffer("lm_head", torch.zeros(config.draft_vocab_size, config.hidden_size))
         self.register_buffer("kept_ids", torch.arange(config.draft_vocab_size))
+        self._draft_ids: tuple[int, int, Tensor, Tensor] | None = None
+        self._joint: Tensor | None = None
 
     def set_frozen(
         self,
@@ -112,6 +115,37 @@ class Draft(nn.Module):
     def vocab(self) -> VocabMap:
         return VocabMap(self.kept_ids, self.config.vocab_size)
 
+    def to_draft_ids(self, ids: Int[Tensor, ...]) -> Int[Tensor, ...]:
+        """Draft id of a verifier id; -1 where the draft cannot propose it. The table stays on the device between calls."""
+        kept = self.kept_ids
+        if self._draft_ids is None or self._draft_ids[:2] != (id(kept), kept._version):
+            table = torch.full((self.config.vocab_size,), -1, dtype=torch.int64, device=kept.device)
+            table[kept] = torch.arange(len(kept), device=kept.device)
+            self._draft_ids = (
+                id(kept),
+                kept._version,
+                table,
+                kept,
+            )  # holding `kept` keeps its id from being reused
+        return self._draft_ids[2][ids]
+
+    def joint_head(self, dtype: torch.dtype) -> Float[Tensor, "V J"]:
+        """`[lm_head, markov_w2]`, whose product with `[hidden ; features]` is all logits; `lm_head` without a sequential head.
+
+        The frozen rows live in the joint matrix from the first call on, so that a step copies `markov_w2` alone.
+        """
+        if self.markov_head is None:
+            return self.lm_head.to(dtype)
+        bias = self.markov_head.markov_w2.weight.detach()
+        if self.lm_head.dtype != dtype:
+            return joint_head(self.lm_head, bias, dtype)
+        width = self.config.hidden_size
+        if self._joint is None or self._joint.data_ptr() != self.lm_head.data_ptr():
+            self._joint = joint_head(self.lm_head, bias, dtype)
+            self.lm_head = self._joint[:, :width]
+        self._joint[:, width:].copy_(bias)
+        return self._joint
+
     @property
     def contract(self) -> Contract:
         return Contract.of_draft(self.config, vocab_map_sha=self.vocab.sha)
@@ -124,7 +158,9 @@ class Draft(nn.Module):
         `attention_backend` overrides the draft's own for this call.
         """
         blocks = build_blocks(batch, self.config)
-        context = self.context(batch.aux)
+        # Replay, whose documents all have other lengths, runs without gradient: compiling for each would never end.
+        compiled = self.compile_regions and batch.aux.is_cuda and torch.is_grad_enabled()
+        context = self.context(batch.aux, compiled)
         rotary_context = self._rotary(batch.positions)
         rotary_block = self._rotary(blocks.slot_positions)
         windows = {layer.window for layer in self.layers}
@@ -133,8 +169,6 @@ class Draft(nn.Module):
 
         x = self._embed(blocks.slot_ids, context.dtype)  # [B, A, Q, H]
         last = len(self.layers) - 1
-        # Replay, whose documents all have other lengths, runs without gradient: compiling for each would never end.
-        compiled = self.compile_regions and context.is_cuda and torch.is_grad_enabled()
         apply = _apply_layer
         if self.checkpoint_layers and torch.is_grad_enabled():
             apply = partial(checkpoint, _apply_layer, use_reentrant=False, preserve_rng_state=False)
@@ -143,7 +177,7 @@ class Draft(nn.Module):
             x = apply(
                 layer, x, context, *rotaries, plan, self.config.first_slot if i == last else 0, compiled
             )
-        hidden = self.norm(x)  # [B, A, N, H]
+        hidden = region(RMSNorm.forward, compiled)(self.norm, x)  # [B, A, N, H]
         previous = self.previous_embedding(blocks.prev_ids)
         features = None if previous is None else self.markov_head.block(previous, hidden)
         return DraftOutput(blocks=blocks, hidden=hidden, previous=previous, features=features)
@@ -152,9 +186,10 @@ class Draft(nn.Module):
         """`markov_w1` rows of previous tokens (verifier ids), which the sequential and the confidence head both read."""
         return None if self.markov_head is None else self.markov_head.markov_w1(prev_ids)
 
-    def context(self, aux: Float[Tensor, "*batch L H"]) -> Float[Tensor, "*batch H"]:
+    def context(self, aux: Float[Tensor, "*batch L H"], compiled: bool = False) -> Float[Tensor, "*batch H"]:
         """H_ctx = RMSNorm(W_c [h^(l1); ...; h^(lm)]), taps in ascending layer order     (paper eq. 2)."""
-        return self.hidden_norm(self.fc(aux.flatten(-2).to(self._input_dtype)))
+        taps = aux.flatten(-2).to(self._input_dtype)
+        return region(_normed_product, compiled)(self.fc, self.hidden_norm, taps)
 
     def confidence_logits(
         self, hidden: Float[Tensor, "*batch H"], previous: Float[Tensor, "*batch R"] | None
@@ -251,6 +286,12 @@ def _apply_layer(
     """One layer of a forward over blocks, its keys and values of the context included."""
     keys_values = region(Attention.keys_values, compiled)(layer.self_attn, context, rotary_context)
     return layer(x, rotary_block, keys_values, attention, first_query, compiled)
+
+
+def _normed_product(
+    linear: nn.Linear, norm: RMSNorm, x: Float[Tensor, "*batch I"]
+) -> Float[Tensor, "*batch O"]:
+    return norm(linear(x))
 
 
 @dataclass

@@ -11,8 +11,9 @@ disagree about slots beyond a document's end. The losses of all implementations 
 
 One JSON line per (peer, phase):
   ms_median, ms_min, ms_max  of the repetitions
-  peak_gib                   peak memory of the step with weights, gradients and batch. CPU: growth of the resident set of a
-                             process that runs this implementation alone; CUDA: torch's allocator, other models subtracted
+  peak_gib                   peak memory of the step with weights, gradients, batch and the verifier's frozen rows, measured with
+                             this implementation alone. CPU: growth of a process's resident set; CUDA: torch's allocator
+  first_step_s               seconds of the first step, compilation included
   tflops                     needed floating-point operations (`count_flops`, 10^12) over the median time; the same count for
                              every implementation, so work done in vain lowers it
 """
@@ -20,6 +21,7 @@ One JSON line per (peer, phase):
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -44,19 +46,22 @@ if not __package__:
 from dspark import __version__  # noqa: E402
 from dspark.blocks import DraftBatch, build_blocks, sample_anchors  # noqa: E402
 from dspark.config import DraftConfig  # noqa: E402
+from dspark.graphs import StepGraph  # noqa: E402
 from dspark.losses import LossWeights  # noqa: E402
 from dspark.nn.draft import Draft  # noqa: E402
-from dspark.objective import draft_loss  # noqa: E402
+from dspark.nn.float8 import require_float8, use_float8  # noqa: E402
+from dspark.objective import LossSums, draft_loss  # noqa: E402
 from dspark.vocab import VocabMap  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PEERS = ("speculators",)
+OURS = {"dspark": None, "dspark-float8": "tensor", "dspark-float8-row": "row"}  # name -> `trainer.float8`
+PEERS = (*list(OURS)[1:], "speculators")
 PROMPT = 32  # unsupervised tokens at the start of each document
 
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """Shape of a step: a draft, one packed row of equal documents, and its anchors. `chunk_rows` is ours alone."""
+    """Shape of a step: a draft, one packed row of equal documents, and its anchors. `chunk_rows` and `graph` are ours alone."""
 
     layers: int
     hidden: int
@@ -74,6 +79,7 @@ class Geometry:
     tokens: int
     documents: int
     chunk_rows: int
+    graph: bool  # on CUDA ours is recorded and replayed: where kernels are short
 
     def config(self) -> DraftConfig:
         return DraftConfig(
@@ -121,6 +127,7 @@ GEOMETRIES = {
         tokens=160,
         documents=2,
         chunk_rows=16,
+        graph=True,
     ),
     "smollm": Geometry(
         layers=2,
@@ -139,6 +146,7 @@ GEOMETRIES = {
         tokens=1_024,
         documents=1,
         chunk_rows=896,
+        graph=True,
     ),
     "qwen4b": Geometry(
         layers=5,
@@ -156,7 +164,8 @@ GEOMETRIES = {
         sample_from_anchor=True,
         tokens=4_096,
         documents=4,
-        chunk_rows=896,
+        chunk_rows=1_792,
+        graph=True,
     ),
     "kimi": Geometry(
         layers=3,
@@ -175,6 +184,7 @@ GEOMETRIES = {
         tokens=20_000,
         documents=8,
         chunk_rows=4_096,
+        graph=False,
     ),
 }
 # The recipe of the published checkpoint. Peers renormalise the verifier's probabilities over the draft vocabulary; so do we, here.
@@ -296,45 +306,55 @@ class Contender(Protocol):
 
 
 class Ours:
-    """This package's step."""
+    """This package's step, in the form that its name stands for."""
 
-    name = "dspark"
-
-    def __init__(self, problem: Problem, *, chunk_rows: int | None = None) -> None:
-        self.version = __version__
+    def __init__(self, problem: Problem, *, name: str = "dspark", chunk_rows: int | None = None) -> None:
+        self.name, self.version = name, __version__
         self.problem = problem
         self.chunk_rows = chunk_rows or problem.geometry.chunk_rows
         with torch.device(problem.device):
             self.draft = Draft(problem.config, attention_backend="auto")
         self.draft.set_frozen(problem.embedding, problem.head, problem.vocab, problem.dtype)
         self.draft.load_state_dict(problem.weights, strict=False)
+        if OURS[name]:
+            require_float8(problem.device, OURS[name])
+            use_float8(self.draft, scaling=OURS[name])
         self._mark: Mark = _ignore
-        self.draft.hidden_norm.register_forward_hook(self._context_done)
+        self._graph = None
+        if problem.geometry.graph and problem.device.type == "cuda":
+            self._graph = StepGraph(self._sums, list(self.draft.parameters()), accumulate=1)
+        else:
+            self.draft.layers[0].register_forward_pre_hook(self._context_done)
 
-    def _context_done(self, module: Any, inputs: Any, context: Tensor) -> None:
+    def _context_done(self, layer: Any, inputs: tuple[Any, ...]) -> None:
         self._mark("context")
-        if context.requires_grad:
-            context.register_hook(lambda grad: self._mark("layers backward"))
+        keys, _ = next(part for part in inputs if isinstance(part, tuple))
+        if keys.requires_grad:
+            keys.register_hook(lambda grad: self._mark("layers backward"))
+
+    def _sums(self, batch: DraftBatch) -> LossSums:
+        output = self.draft(batch)
+        if self._graph is None:
+            self._mark("layers")
+            output.hidden.register_hook(lambda grad: self._mark("loss backward"))
+        return draft_loss(
+            self.draft,
+            output,
+            batch,
+            LOSS,
+            confidence_detach_inputs=False,
+            chunk_rows=self.chunk_rows,
+            static_shapes=self._graph is not None,
+        )
 
     def step(self, mark: Mark) -> Tensor:
         self.draft.zero_grad(set_to_none=True)
         self._mark = mark
-        problem = self.problem
-        with problem.autocast():
-            output = self.draft(problem.batch)
-            mark("layers")
-            output.hidden.register_hook(lambda grad: mark("loss backward"))
-            sums = draft_loss(
-                self.draft,
-                output,
-                problem.batch,
-                LOSS,
-                confidence_detach_inputs=False,
-                chunk_rows=self.chunk_rows,
-            )
-        mark("loss")
+        with self.problem.autocast():
+            sums = (self._graph or self._sums)(self.problem.batch)
+        mark("forward" if self._graph else "loss")
         sums.numerator.backward()
-        mark("context backward")
+        mark("backward" if self._graph else "context backward")
         self._mark = _ignore
         self._overlap = sums.alpha / sums.count
         return (sums.numerator / sums.denominator).detach()
@@ -349,8 +369,8 @@ def _ignore(phase: str) -> None:
 
 def contender(name: str, problem: Problem) -> Contender:
     """Build one implementation. Raises ValueError for unknown names and for packages that are not installed."""
-    if name == "dspark":
-        return Ours(problem)
+    if name in OURS:
+        return Ours(problem, name=name)
     if name not in PEERS:
         raise ValueError(f"peers has {name!r}; expected names out of {PEERS}.")
     from experiments.bench_peers import Speculators
@@ -454,22 +474,17 @@ def time_side_by_side(
     warmup: int,
     repeats: int,
     say: Callable[[str], None],
-) -> tuple[dict[str, dict[str, list[float]]], dict[str, int]]:
-    """(Milliseconds of every phase and repetition by contender, peak bytes by contender on CUDA).
+) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds of every phase and repetition, by contender.
 
     Contenders take turns within each repetition, so that noise of the machine hits all of them.
     """
     times: dict[str, dict[str, list[float]]] = {c.name: {} for c in contenders}
-    peaks = {c.name: 0 for c in contenders}
     for repeat in range(-warmup, repeats):
         for one in contenders:
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
             watch = Stopwatch(device)
             one.step(watch)
             spans = watch.milliseconds()
-            if device.type == "cuda":
-                peaks[one.name] = max(peaks[one.name], torch.cuda.max_memory_allocated(device))
             if repeat < 0:
                 continue
             forward = sum(ms for phase, ms in spans.items() if phase in FORWARD)
@@ -482,7 +497,7 @@ def time_side_by_side(
             for phase, ms in {**phases, **parts}.items():
                 times[one.name].setdefault(phase, []).append(ms)
         say(f"repetition {repeat + 1} of {repeats}" if repeat >= 0 else "warm-up")
-    return times, peaks
+    return times
 
 
 def _resident_bytes(field: str) -> int:
@@ -501,11 +516,27 @@ def resident_growth(name: str, geometry: str, dtype: str, seed: int) -> int:
     before = _resident_bytes("VmRSS")
     problem = make_problem(GEOMETRIES[geometry], device="cpu", dtype=dtype, seed=seed)
     one = contender(name, problem)
-    problem.weights = {}  # the model has its own copy
+    problem.weights, problem.head = {}, problem.head[:0].clone()  # the model has its own copies
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     for _ in range(3):
         one.step(_ignore)
     return _resident_bytes("VmHWM") - before
+
+
+def allocated_growth(name: str, settings: Settings) -> int:
+    """The same of the CUDA allocator, in this process."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    problem = make_problem(
+        GEOMETRIES[settings.geometry], device=settings.device, dtype=settings.dtype, seed=settings.seed
+    )
+    one = contender(name, problem)
+    problem.weights, problem.head = {}, problem.head[:0].clone()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        one.step(_ignore)
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _measure_alone(name: str, geometry: str, dtype: str, seed: int, threads: int) -> int:
@@ -547,13 +578,16 @@ def measure(settings: Settings, say: Callable[[str], None]) -> list[dict[str, An
     problem = make_problem(
         GEOMETRIES[settings.geometry], device=settings.device, dtype=settings.dtype, seed=settings.seed
     )
-    held, contenders = {}, []
+    contenders = []
     for name in ("dspark", *settings.peers):
-        before = _allocated(problem.device)
         contenders.append(contender(name, problem))
-        held[name] = _allocated(problem.device) - before
         say(f"built {name} {contenders[-1].version}")
-    losses = {c.name: float(c.step(_ignore)) for c in contenders}
+    losses, first = {}, {}
+    for one in contenders:
+        started = time.perf_counter()
+        losses[one.name] = float(one.step(_ignore))
+        first[one.name] = time.perf_counter() - started
+        say(f"first step of {one.name}: {first[one.name]:.1f} s")
     for name, loss in losses.items():
         if abs(loss - losses["dspark"]) > settings.tolerance * abs(losses["dspark"]):
             raise ValueError(
@@ -562,68 +596,62 @@ def measure(settings: Settings, say: Callable[[str], None]) -> list[dict[str, An
             )
     say("losses agree: " + ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items()))
     load = os.getloadavg()[0]
-    times, peaks = time_side_by_side(
+    times = time_side_by_side(
         contenders, problem.device, warmup=settings.warmup, repeats=settings.repeats, say=say
     )
     rate = matrix_rate(problem)
     flops = count_flops(problem)
-    if problem.device.type == "cuda":
-        others = sum(held.values()) + _weight_bytes(problem)
-        peaks = {name: peak - others + held[name] for name, peak in peaks.items()}
-    elif settings.memory:
-        for one in contenders:
-            say(f"measuring memory of {one.name}")
-            peaks[one.name] = _measure_alone(
-                one.name, settings.geometry, settings.dtype, settings.seed, torch.get_num_threads()
-            )
+    versions = {one.name: one.version for one in contenders}
+    device, peaks = problem.device, dict.fromkeys(versions)
+    if settings.memory:
+        del one, contenders, problem
+        for name in versions:
+            say(f"measuring memory of {name}")
+            if device.type == "cuda":
+                peaks[name] = allocated_growth(name, settings)
+            else:
+                peaks[name] = _measure_alone(
+                    name, settings.geometry, settings.dtype, settings.seed, torch.get_num_threads()
+                )
     total = sum(flops.values())
     facts = {
-        "tokens": problem.geometry.tokens,
-        "anchors": problem.geometry.anchors,
+        "tokens": GEOMETRIES[settings.geometry].tokens,
+        "anchors": GEOMETRIES[settings.geometry].anchors,
         "flops": total,
         "flops_by_part": flops,
         "matrix_tflops": round(rate / 1e12, 4),
         "repeats": settings.repeats,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "device_name": _device_name(problem.device),
+        "device_name": _device_name(device),
         "load_before": round(load, 2),
         "date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()),
     }
     rows = []
-    for one in contenders:
-        for phase, values in times[one.name].items():
+    for name, version in versions.items():
+        for phase, values in times[name].items():
             median = statistics.median(values)
             whole = phase == "step"
             rows.append(
                 {
-                    "peer": one.name,
-                    "version": one.version,
+                    "peer": name,
+                    "version": version,
                     "geometry": settings.geometry,
-                    "device": problem.device.type,
+                    "device": device.type,
                     "dtype": settings.dtype,
                     "phase": phase,
                     "ms_median": round(median, 3),
                     "ms_min": round(min(values), 3),
                     "ms_max": round(max(values), 3),
-                    "peak_gib": round(peaks[one.name] / 2**30, 3) if peaks[one.name] else None,
+                    "peak_gib": round(peaks[name] / 2**30, 3) if peaks[name] else None,
                     "tflops": round(total / median / 1e9, 4) if whole else None,
                     "utilisation": round(total / median * 1e3 / rate, 4) if whole else None,
-                    "loss": losses[one.name],
+                    "first_step_s": round(first[name], 2) if whole else None,
+                    "loss": losses[name],
                     **facts,
                 }
             )
     return rows
-
-
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _weight_bytes(problem: Problem) -> int:
-    """Bytes of the tensors that models were built from and copied: no step needs them."""
-    tensors = [problem.embedding, problem.head, *problem.weights.values()]
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _device_name(device: torch.device) -> str:
@@ -668,7 +696,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3, help="untimed rounds (default: 3)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-memory", action="store_true", help="CPU: skip the separate memory processes")
+    parser.add_argument("--no-memory", action="store_true", help="skip the measurement of peak memory")
     parser.add_argument("--tolerance", type=float, default=0.01, help="largest relative difference of losses")
     parser.add_argument("--out", default="outputs/bench_step.jsonl")
     parser.add_argument("--memory-of", default=None, help=argparse.SUPPRESS)

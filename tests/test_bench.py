@@ -97,7 +97,9 @@ def test_every_slot_of_the_problem_is_supervised():
 
 def test_an_implementation_with_another_loss_is_not_timed(monkeypatch):
     class Other(Ours):
-        name = "other"
+        def __init__(self, problem):
+            super().__init__(problem)
+            self.name = "other"
 
         def step(self, mark):
             return super().step(mark) * 1.1
@@ -116,6 +118,7 @@ def test_an_implementation_with_another_loss_is_not_timed(monkeypatch):
         ({"geometry": "huge"}, "expected one of"),
         ({"dtype": "fp8"}, "expected one of"),
         ({"peers": ("nobody",)}, "expected names out of"),
+        ({"peers": ("dspark-float8",)}, "would run on cpu"),
     ],
 )
 def test_wrong_settings_say_what_is_expected(change, message):

@@ -6,6 +6,9 @@ One step: `DraftModule.training_step` -> `DraftModule.forward` (`Draft.forward`,
 Under `trainer.strategy=fsdp2` every rank owns a shard of the trained weights, their gradients and the optimizer's state. The module
 is sharded as a whole: the loss reads head weights outside the draft's own forward, and a layer's context keys and values are
 projected outside the layer's, so weights are gathered once a micro-batch, for `DraftModule.forward` and its backward pass.
+
+With `trainer.precision=bf16-masters` the draft computes, and is validated, with bf16 matrices whose fp32 masters are the optimizer's
+(`dspark.masters`). Saved drafts hold the masters; `last.ckpt` holds both, so that resuming is exact.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ import pandas as pd
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -34,7 +37,9 @@ from dspark.blocks import DraftBatch
 from dspark.config import Contract
 from dspark.data.batches import HeldOutDocuments, PackedRows, StreamSampler, stack_rows
 from dspark.data.features import Features
+from dspark.graphs import StepGraph
 from dspark.losses import LossWeights
+from dspark.masters import MasterAdamW, round_matrices
 from dspark.nn.draft import Draft
 from dspark.objective import LossSums, draft_loss
 from dspark.replay import Replay, replay_document
@@ -81,14 +86,24 @@ class DraftModule(L.LightningModule):
         optimizer: OptimizerConfig,
         confidence_detach_inputs: bool,
         chunk_rows: int,
+        graph: bool,
+        masters: bool,
         verifier_norm: tuple[Tensor, float] | None,
         run: Run | None,
     ) -> None:
-        """`verifier_norm` is (weight, eps) of the verifier's final norm, for caches that hold un-normed states."""
+        """`verifier_norm` is (weight, eps) of the verifier's final norm, for caches that hold un-normed states.
+
+        `graph` records the step as a CUDA graph, on CUDA. `masters` trains matrices in bf16 with masters in fp32; the step must
+        then run under autocast to bf16.
+        """
         super().__init__()
         self.draft, self.contract, self.loss_weights, self.optimizer_config = draft, contract, loss, optimizer
         self.confidence_detach_inputs, self.chunk_rows = confidence_detach_inputs, chunk_rows
-        self.run = run
+        self.graph, self.run = graph, run
+        self._graph: StepGraph | None = None
+        self.masters = masters
+        self._unrounded: dict[nn.Parameter, Tensor] | None = None  # until the optimizer has them
+        self._optimizer: torch.optim.Optimizer | None = None
         self.norm_eps = verifier_norm[1] if verifier_norm else None
         self.register_buffer("norm_weight", verifier_norm[0] if verifier_norm else None, persistent=False)
         self._started = time.time()
@@ -106,31 +121,48 @@ class DraftModule(L.LightningModule):
             last = torch.nn.functional.rms_norm(
                 last, last.shape[-1:], self.norm_weight.float(), self.norm_eps
             )
-            batch.last = last.to(batch.last.dtype)
+            return replace(batch, last=last.to(batch.last.dtype))
         return batch
 
     def on_train_start(self) -> None:
         self._started = time.time()
+        if self.graph and self.device.type == "cuda":
+            self._graph = StepGraph(
+                self.sums,
+                [p for p in self.draft.parameters() if p.requires_grad],
+                accumulate=self.trainer.accumulate_grad_batches,
+            )
 
     def configure_model(self) -> None:
-        """Shard the trained weights over all ranks where the strategy is FSDP2. Frozen buffers stay whole on every rank."""
+        """Shard the trained weights over all ranks where the strategy is FSDP2, or round them where they have masters: before
+        DDP sorts parameters by dtype. Frozen buffers stay whole on every rank."""
         strategy = self.trainer.strategy
-        if isinstance(strategy, ModelParallelStrategy) and not isinstance(self, FSDPModule):
+        sharded = isinstance(strategy, ModelParallelStrategy)
+        check_parallel(
+            graph=self.graph, masters=self.masters, processes=self.trainer.world_size, sharded=sharded
+        )
+        if self.masters and self._unrounded is None:
+            self._unrounded = round_matrices(self.draft)
+        if sharded and not isinstance(self, FSDPModule):
             mesh = init_device_mesh(strategy.root_device.type, (strategy.world_size,))
             fully_shard(self, mesh=mesh, reshard_after_forward=False)
 
     def forward(self, batch: DraftBatch) -> tuple[Tensor, LossSums]:
         """The loss sum, which carries the gradient, and all sums. Sharding hooks look for the former among plain tensors."""
+        sums = self.sums(batch) if self._graph is None else self._graph(batch)
+        return sums.numerator, sums
+
+    def sums(self, batch: DraftBatch) -> LossSums:
         batch = self.normed(batch)
-        sums = draft_loss(
+        return draft_loss(
             self.draft,
             self.draft(batch),
             batch,
             self.loss_weights,
             confidence_detach_inputs=self.confidence_detach_inputs,
             chunk_rows=self.chunk_rows,
+            static_shapes=self._graph is not None,
         )
-        return sums.numerator, sums
 
     def training_step(self, batch: DraftBatch, index: int) -> Tensor:
         loss, sums = self(batch)
@@ -138,12 +170,11 @@ class DraftModule(L.LightningModule):
         self._denominator = (
             sums.denominator if self._denominator is None else self._denominator + sums.denominator
         )
-        self.metrics.add("loss", sums.numerator.detach(), sums.denominator)
-        self.metrics.add("loss_vocabulary", sums.vocabulary, sums.denominator)
-        self.metrics.add("loss_confidence", sums.confidence, sums.denominator)
-        for i in range(self.draft.config.num_proposals):
-            self.metrics.add(f"alpha@{i + 1}", sums.alpha[i], sums.count[i])
-            self.metrics.add(f"greedy_hit@{i + 1}", sums.greedy_hit[i], sums.count[i])
+        losses = torch.stack([sums.numerator.detach(), sums.vocabulary, sums.confidence])
+        self.metrics.add(("loss", "loss_vocabulary", "loss_confidence"), losses, sums.denominator.expand(3))
+        for name in ("alpha", "greedy_hit"):
+            positions = range(1, self.draft.config.num_proposals + 1)
+            self.metrics.add(tuple(f"{name}@{i}" for i in positions), getattr(sums, name), sums.count)
         return loss
 
     def _stop_if_not_finite(self, loss: Tensor, batch: DraftBatch) -> None:
@@ -173,7 +204,7 @@ class DraftModule(L.LightningModule):
         denominator = self.all_reduce_sum(self._denominator)
         self._denominator = None
         scale = self.trainer.world_size * self.trainer.accumulate_grad_batches / denominator.clamp(min=1e-8)
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = [p.grad for p in self.draft.parameters() if p.grad is not None]
         torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in grads], scale)
 
     def configure_gradient_clipping(
@@ -187,7 +218,7 @@ class DraftModule(L.LightningModule):
         if gradient_clip_val:
             norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), gradient_clip_val)
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            self.metrics.add("grad_norm", norm, torch.ones_like(norm))
+            self.metrics.add(("grad_norm",), norm.view(1), torch.ones_like(norm).view(1))
 
     def all_reduce_sum(self, value: Tensor) -> Tensor:
         return (
@@ -213,9 +244,16 @@ class DraftModule(L.LightningModule):
             {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0, "lr": config.lr},
             {"params": head + confidence, "weight_decay": 0.0, "lr": config.head_lr},
         ]
-        optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], betas=tuple(config.betas), fused=True
-        )
+        groups, betas = [group for group in groups if group["params"]], tuple(config.betas)
+        if self.masters:
+            optimizer = MasterAdamW(groups, masters=self._unrounded, betas=betas)
+            self._unrounded = {}
+            if self.trainer.world_size > 1:  # as DDP has done with the parameters
+                for parameter in self.draft.parameters():
+                    torch.distributed.broadcast(optimizer.master(parameter), src=0)
+        else:
+            optimizer = torch.optim.AdamW(groups, betas=betas, fused=True)
+        self._optimizer = optimizer
         total = int(self.trainer.estimated_stepping_batches)
 
         def scale(step: int) -> float:
@@ -262,15 +300,22 @@ class DraftModule(L.LightningModule):
             return
         tau = tau_from_counts(float(accepted), float(rounds))
         self.validated_step = self.global_step
-        self.metrics.add("val_accepted", *mine)
+        self.metrics.add(("val_accepted",), mine[:1], mine[1:])
         self.log("tau", tau, prog_bar=True, rank_zero_only=True)
         if self.run is not None:
-            state = whole_tensors(self.draft)
+            state = self.best_known_weights()
             facts = {"step": self.global_step, "validation_tau": tau}
             for name in ("last", "best") if tau > self.best_tau else ("last",):
                 if self.trainer.is_global_zero:
                     save_draft(self.draft, self.run.checkpoints / name, self.contract, facts, state)
         self.best_tau = max(self.best_tau, tau)
+
+    def best_known_weights(self) -> dict[str, Tensor]:
+        """The draft's state in whole tensors, with masters in place of the weights that are rounded from them."""
+        state = whole_tensors(self.draft)
+        if isinstance(self._optimizer, MasterAdamW):
+            state |= {name: self._optimizer.master(p) for name, p in self.draft.named_parameters()}
+        return state
 
     def on_validation_end(self) -> None:
         """Weights gathered for validation would hide what the optimizer does to the shards."""
@@ -278,6 +323,8 @@ class DraftModule(L.LightningModule):
             self.reshard()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # `lm_head` may be a view into the draft's joint matrix; loading for shards broadcasts a tensor's memory as it lies.
+        checkpoint["state_dict"] = {n: t.contiguous() for n, t in checkpoint["state_dict"].items()}
         checkpoint["best_tau"] = self.best_tau
         checkpoint["contract"] = vars(self.contract)
 
@@ -286,6 +333,20 @@ class DraftModule(L.LightningModule):
             self.contract, mine="the checkpoint", theirs="this run's configuration"
         )
         self.best_tau = checkpoint["best_tau"]
+
+
+def check_parallel(*, graph: bool, masters: bool, processes: int, sharded: bool) -> None:
+    """Raise ValueError for what several processes, or sharded weights, cannot train with."""
+    if graph and (sharded or processes > 1):
+        found = "trainer.strategy is fsdp2" if sharded else f"there are {processes}"
+        raise ValueError(
+            f"trainer.graph=true records the step of a single process with whole weights, but {found}; set trainer.graph=false."
+        )
+    if masters and sharded:
+        raise ValueError(
+            "trainer.precision=bf16-masters keeps whole fp32 weights in the optimizer, which trainer.strategy=fsdp2 would shard; "
+            "use trainer.strategy=ddp or trainer.precision=bf16-mixed."
+        )
 
 
 def whole_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
@@ -298,12 +359,12 @@ class MetricTotals:
     """Sums and counts since the last flush, kept on the device so that adding never waits for it."""
 
     def __init__(self) -> None:
-        self.totals: dict[str, tuple[Tensor, Tensor]] = {}
+        self.totals: dict[tuple[str, ...], Tensor] = {}
 
-    def add(self, name: str, total: Tensor, count: Tensor) -> None:
-        old = self.totals.get(name)
-        total, count = total.detach().double(), count.detach().double()
-        self.totals[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
+    def add(self, names: tuple[str, ...], totals: Tensor, counts: Tensor) -> None:
+        """Add to several metrics at once: `totals` and `counts` are [len(names)]."""
+        pairs = torch.stack([totals.detach(), counts.detach()]).double()
+        self.totals[names] = pairs + self.totals[names] if names in self.totals else pairs
 
     def flush(self, add_ranks: Callable[[Tensor], Tensor]) -> dict[str, tuple[float, float]]:
         """Name -> (total, count) over all ranks, omitting metrics without a single count. All ranks must call this together.
@@ -312,10 +373,11 @@ class MetricTotals:
         """
         if not self.totals:
             return {}
-        sums = add_ranks(torch.stack([torch.stack(pair) for pair in self.totals.values()])).tolist()
-        values = {name: (total, count) for name, (total, count) in zip(self.totals, sums, strict=True)}
+        names = [name for group in self.totals for name in group]
+        totals, counts = add_ranks(torch.cat(list(self.totals.values()), dim=1)).tolist()
         self.totals = {}
-        return {name: pair for name, pair in values.items() if pair[1] > 0}
+        values = zip(names, zip(totals, counts, strict=True), strict=True)
+        return {name: pair for name, pair in values if pair[1] > 0}
 
 
 class MetricsTable(Callback):

@@ -26,7 +26,7 @@ TRAIN_GROUPS = {
     "optimizer": "lr head_lr warmup_steps min_lr_ratio weight_decay betas",
     "trainer": (
         "max_steps max_minutes max_tokens seq_length anchors rows_per_batch accumulate precision clip val_every val_documents log_every "
-        "num_workers resident compile checkpoint_layers float8 chunk_rows accelerator devices num_nodes strategy max_bad_fraction progress"
+        "num_workers resident graph compile checkpoint_layers float8 chunk_rows accelerator devices num_nodes strategy max_bad_fraction progress"
     ),
 }
 

@@ -18,7 +18,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -30,7 +30,14 @@ from dspark.data.online import OnlineFeatures
 from dspark.nn.draft import Draft
 from dspark.nn.float8 import require_float8, use_float8
 from dspark.runs import Run, RunManifest, current_command, load_draft, new_run_id
-from dspark.training import BadFeatures, DraftData, DraftModule, MetricsTable, checkpoint_path
+from dspark.training import (
+    BadFeatures,
+    DraftData,
+    DraftModule,
+    MetricsTable,
+    check_parallel,
+    checkpoint_path,
+)
 from dspark.vocab import VocabMap
 from dspark.warm_start import bigram_counts, start_from_bigrams, start_from_draft, start_from_verifier_layers
 from experiments.build import (
@@ -51,6 +58,8 @@ from experiments.sweep import Outcome, cell_overrides, config_sha, finished_run,
 
 console = Console()
 
+PRECISIONS = ("auto", "bf16-mixed", "bf16-masters", "32-true")
+
 
 @command("train")
 def main(cfg: DictConfig) -> Outcome:
@@ -66,6 +75,13 @@ def train(cfg: DictConfig) -> Run:
     """The whole run: cache, draft, optimisation with replay validation, and the test split. Returns the finished run."""
     check_keys(cfg)
     check_float8(cfg)
+    precision = resolve_precision(cfg.trainer.precision, cfg.trainer.accelerator)
+    check_parallel(
+        graph=bool(cfg.trainer.graph),
+        masters=precision == "bf16-masters",
+        processes=process_count(cfg),
+        sharded=cfg.trainer.strategy == "fsdp2",
+    )
     started = time.time()
     resumed = Run.open(cfg.resume) if cfg.resume else None
     if resumed is not None:
@@ -76,7 +92,6 @@ def train(cfg: DictConfig) -> Run:
     cache = cache.with_taps(tapped_layers(cfg, cache.manifest))
     rows, validation = split_documents(cfg, cache)
     steps = budgeted_steps(cfg, rows)
-    precision = resolve_precision(cfg.trainer.precision, cfg.trainer.accelerator)
     frozen_dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
     earlier = WarmStart.open(cfg.warm_start) if cfg.warm_start and resumed is None else None
     vocab = build_vocab(cfg, cache.manifest, response_counts(cache, rows.documents))
@@ -106,6 +121,8 @@ def train(cfg: DictConfig) -> Run:
         optimizer=build_optimizer(cfg),
         confidence_detach_inputs=bool(cfg.confidence.detach_inputs),
         chunk_rows=int(cfg.trainer.chunk_rows),
+        graph=bool(cfg.trainer.graph),
+        masters=precision == "bf16-masters",
         verifier_norm=verifier_norm(cache),
         run=run,
     )
@@ -139,13 +156,17 @@ def train(cfg: DictConfig) -> Run:
 def check_resumable(run: Run, cfg: DictConfig) -> None:
     """Raise ValueError where the run has no full checkpoint, or one whose optimizer state this strategy would misread."""
     checkpoint_path(run)
-    before, now = (str(c.trainer.strategy) for c in (OmegaConf.load(run.path / "config.yaml"), cfg))
-    if before != now and "fsdp2" in (before, now):
-        raise ValueError(
-            f"run {run.path.name} was trained with trainer.strategy={before}, but trainer.strategy is {now}: fsdp2 orders "
-            f"the optimizer's state in its own way. Resume with trainer.strategy={before}, or start a run from the weights "
-            f"with warm_start={run.path}."
-        )
+    before, now = OmegaConf.load(run.path / "config.yaml").trainer, cfg.trainer
+    for key, peculiar, reason in (
+        ("strategy", "fsdp2", "fsdp2 orders the optimizer's state in its own way"),
+        ("precision", "bf16-masters", "with bf16-masters the optimizer's state holds the weights"),
+    ):
+        old, new = str(before[key]), str(now[key])
+        if old != new and peculiar in (old, new):
+            raise ValueError(
+                f"run {run.path.name} was trained with trainer.{key}={old}, but trainer.{key} is {new}: {reason}. Resume with "
+                f"trainer.{key}={old}, or start a run from the weights with warm_start={run.path}."
+            )
 
 
 def quiet() -> None:
@@ -192,6 +213,12 @@ def budgeted_steps(cfg: DictConfig, rows: PackedRows) -> int:
     return min(int(options.max_steps), rows.steps_for(int(options.max_tokens), rows_per_step))
 
 
+def process_count(cfg: DictConfig) -> int:
+    """How many processes train, where `devices` is a number; 1 where Lightning has yet to count them."""
+    options = cfg.trainer
+    return int(options.devices) * int(options.num_nodes) if isinstance(options.devices, int) else 1
+
+
 def check_float8(cfg: DictConfig) -> None:
     """Refuse float8 products where device or precision does not allow them."""
     options = cfg.trainer
@@ -200,7 +227,7 @@ def check_float8(cfg: DictConfig) -> None:
     on_cuda = options.accelerator != "cpu" and torch.cuda.is_available()
     require_float8(torch.device("cuda" if on_cuda else "cpu"), str(options.float8))
     precision = resolve_precision(options.precision, options.accelerator)
-    if precision != "bf16-mixed":
+    if precision not in ("bf16-mixed", "bf16-masters"):
         raise ValueError(
             f"trainer.float8 is {options.float8}, but trainer.precision is {precision}: float8 products come with "
             "bf16 activations. Set trainer.precision=bf16-mixed, or trainer.float8=false."
@@ -208,7 +235,9 @@ def check_float8(cfg: DictConfig) -> None:
 
 
 def resolve_precision(precision: str, accelerator: str) -> str:
-    """`auto` is bf16-mixed on CUDA and on processors with bf16 matrix units, else 32-true."""
+    """`auto` is bf16-mixed on CUDA and on processors with bf16 matrix units, else 32-true. Raises ValueError for unknown names."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"trainer.precision is {precision!r}; expected one of {', '.join(PRECISIONS)}.")
     if precision != "auto":
         return precision
     if accelerator != "cpu" and torch.cuda.is_available():
@@ -359,7 +388,6 @@ def build_trainer(cfg: DictConfig, run: Run, rows: PackedRows, precision: str, s
     Its `ModelParallelStrategy` is FSDP2 with the sharding that `DraftModule.configure_model` asks for.
     """
     options = cfg.trainer
-    sharded = options.strategy == "fsdp2"
     callbacks: list[Callback] = [
         MetricsTable(run, every=int(options.log_every)),
         BadFeatures(rows, float(options.max_bad_fraction)),
@@ -374,9 +402,9 @@ def build_trainer(cfg: DictConfig, run: Run, rows: PackedRows, precision: str, s
         accelerator=options.accelerator,
         devices=options.devices,
         num_nodes=int(options.num_nodes),
-        # One checkpoint file of whole tensors: any number of processes can resume it.
-        strategy=ModelParallelStrategy(save_distributed_checkpoint=False) if sharded else options.strategy,
-        precision=precision,
+        strategy=distribution(cfg),
+        # bf16 weights compute as fp32 ones do under autocast; only that there is nothing to cast.
+        precision="bf16-mixed" if precision == "bf16-masters" else precision,
         accumulate_grad_batches=int(options.accumulate),
         gradient_clip_val=float(options.clip) if options.clip else None,
         val_check_interval=min(int(options.val_every), steps) * int(options.accumulate),
@@ -393,6 +421,17 @@ def build_trainer(cfg: DictConfig, run: Run, rows: PackedRows, precision: str, s
         use_distributed_sampler=False,
         default_root_dir=run.path,
     )
+
+
+def distribution(cfg: DictConfig) -> str | Strategy:
+    """Lightning's strategy for `trainer.strategy`, where its defaults would not do."""
+    name = cfg.trainer.strategy
+    if name == "fsdp2":  # one checkpoint file of whole tensors: any number of processes can resume it
+        return ModelParallelStrategy(save_distributed_checkpoint=False)
+    if name == "ddp" or (name == "auto" and process_count(cfg) > 1):
+        # Buffers are the verifier's embedding and head, the same everywhere once DDP has begun.
+        return DDPStrategy(broadcast_buffers=False)
+    return name
 
 
 def finish(

@@ -147,6 +147,19 @@ def test_ddp_trains_as_one_process_does(cache, one, tmp_path):
     assert_same_training(run, one)
 
 
+def test_ddp_with_masters_trains_as_one_process_does(cache, tmp_path):
+    """Gradients are averaged in bf16, so only nearly: to a few parts in a thousand of the loss."""
+    masters = "trainer.precision=bf16-masters"
+    one = trained(tmp_path / "one", cache, *ONE, masters, "test=false")
+    two = forked(tmp_path / "two", cache, *TWO, "trainer.strategy=ddp", masters, "test=false")
+    losses = [metrics_of(run).xs("loss", level="name") for run in (one, two)]
+    assert losses[0].index.tolist() == list(range(1, STEPS + 1))
+    pd.testing.assert_series_equal(*[t["total"] / t["count"] for t in losses], rtol=5e-3)
+    found, wanted = (load_draft(run.checkpoint("last"), attention_backend="grouped")[0] for run in (two, one))
+    for mine, other in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert (mine - other).norm() <= 0.01 * other.norm() + 1e-3
+
+
 def test_fsdp2_stopped_and_resumed_trains_as_one_process_does(cache, one, tmp_path):
     """Layers are recomputed in the backward pass here, from weights that must still be gathered then."""
     sharded = [*TWO, "trainer.strategy=fsdp2", "trainer.checkpoint_layers=true"]

@@ -123,8 +123,8 @@ class VocabularyLoss(torch.autograd.Function):
         logit_scale,
         chunk_rows,
         static_shapes,
+        need_grad,
     ):
-        need_grad = any(ctx.needs_input_grad[:3])
         dtype, hidden = features.dtype, features.shape[1]
         head_weight = joint[:, :hidden]
         inputs = features if bias_features is None else torch.cat([features, bias_features.to(dtype)], dim=1)
@@ -170,7 +170,7 @@ class VocabularyLoss(torch.autograd.Function):
         if grad_bias is not None:
             grad_bias_features = grad_inputs[:, ctx.hidden :] * grad_total.to(grad_inputs.dtype)
             grad_bias = grad_bias * grad_total
-        return grad_features, grad_bias_features, grad_bias, None, None, None, None, None, None
+        return grad_features, grad_bias_features, grad_bias, *[None] * 7
 
 
 def supervised_parts(rows: Rows, chunk_rows: int) -> list[Part]:
@@ -302,6 +302,7 @@ def vocabulary_loss(
             logit_scale,
             chunk_rows,
             static_shapes,
+            torch.is_grad_enabled(),
         )
     return total, RowStats(*stats)
 

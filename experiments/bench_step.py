@@ -48,13 +48,20 @@ from dspark.blocks import DraftBatch, build_blocks, sample_anchors  # noqa: E402
 from dspark.config import DraftConfig  # noqa: E402
 from dspark.graphs import StepGraph  # noqa: E402
 from dspark.losses import LossWeights  # noqa: E402
+from dspark.masters import round_matrices  # noqa: E402
 from dspark.nn.draft import Draft  # noqa: E402
 from dspark.nn.float8 import require_float8, use_float8  # noqa: E402
 from dspark.objective import LossSums, draft_loss  # noqa: E402
 from dspark.vocab import VocabMap  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-OURS = {"dspark": None, "dspark-float8": "tensor", "dspark-float8-row": "row"}  # name -> `trainer.float8`
+# Our step and its variants: name -> (`trainer.precision` of bf16 steps on CUDA, `trainer.float8`). CPU steps are bf16-mixed.
+OURS = {
+    "dspark": ("bf16-masters", None),
+    "dspark-mixed": ("bf16-mixed", None),
+    "dspark-float8": ("bf16-mixed", "tensor"),
+    "dspark-float8-row": ("bf16-mixed", "row"),
+}
 PEERS = (*list(OURS)[1:], "speculators")
 PROMPT = 32  # unsupervised tokens at the start of each document
 
@@ -216,7 +223,7 @@ class Problem:
         return self.geometry.anchors * self.config.num_proposals
 
     def autocast(self) -> Any:
-        """bf16: fp32 weights under autocast. fp32: none."""
+        """bf16: autocast. fp32: none."""
         return torch.autocast(self.device.type, self.dtype) if self.dtype != torch.float32 else nullcontext()
 
 
@@ -306,7 +313,7 @@ class Contender(Protocol):
 
 
 class Ours:
-    """This package's step, in the form that its name stands for."""
+    """This package's step, in the form that its name stands for (`OURS`)."""
 
     def __init__(self, problem: Problem, *, name: str = "dspark", chunk_rows: int | None = None) -> None:
         self.name, self.version = name, __version__
@@ -316,9 +323,15 @@ class Ours:
             self.draft = Draft(problem.config, attention_backend="auto")
         self.draft.set_frozen(problem.embedding, problem.head, problem.vocab, problem.dtype)
         self.draft.load_state_dict(problem.weights, strict=False)
-        if OURS[name]:
-            require_float8(problem.device, OURS[name])
-            use_float8(self.draft, scaling=OURS[name])
+        precision, scaling = OURS[name]
+        if scaling:
+            require_float8(problem.device, scaling)
+            use_float8(self.draft, scaling=scaling)
+        # Held, because a training holds them too.
+        masters = (
+            precision == "bf16-masters" and problem.device.type == "cuda" and problem.dtype == torch.bfloat16
+        )
+        self.masters = round_matrices(self.draft) if masters else {}
         self._mark: Mark = _ignore
         self._graph = None
         if problem.geometry.graph and problem.device.type == "cuda":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
-from scipy.sparse import coo_matrix, diags
-from scipy.sparse.linalg import svds
+from jaxtyping import Bool, Float, Int
+from scipy.sparse import coo_matrix, csr_matrix, diags
+from scipy.sparse.linalg import LinearOperator, eigsh
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from dspark.config import Contract
@@ -92,55 +94,89 @@ def bigram_counts(
     return unique // len(vocab), unique % len(vocab), counts
 
 
-@torch.no_grad()
-def start_from_bigrams(
-    draft: Draft,
+@dataclass(frozen=True)
+class BigramFactors:
+    """A bigram model as the Markov head holds it: logits of what follows a token are `previous[token] @ following.T`.
+
+    previous fp32 [W, R], meaningful where `seen` bool [W]; following fp32 [V, R].
+    """
+
+    previous: Float[Tensor, "W R"]
+    following: Float[Tensor, "V R"]
+    seen: Bool[Tensor, " W"]
+
+
+def factorise_bigrams(
     prev: Int[Tensor, " E"],
     following: Int[Tensor, " E"],
     counts: Int[Tensor, " E"],
     *,
-    backbone_scale: float,
-) -> None:
-    """Make the Markov head begin as the best rank-R bigram model of the responses, and the backbone as a whisper beside it.
+    rows: int,
+    columns: int,
+    rank: int,
+) -> BigramFactors:
+    """The best bigram model of `rank` (at most) for counted pairs of W = `rows` tokens and V = `columns` followers.
 
     For a pair seen c times the target logit is log(1 + c / p(b)) above that of an unseen one: additive smoothing with the
     unigram p as prior, up to a constant a row, which the softmax removes. The first rank holds log p(b); the others the
     right singular vectors of the pair logits, rows weighted by the root of their count, onto which every row is projected.
+    """
+    weight = counts.double()
+    unigram = torch.zeros(columns, dtype=torch.float64).index_add_(0, following, weight) + 0.5
+    unigram /= unigram.sum()
+    values = torch.log1p(weight / unigram[following])
+    row_counts = torch.zeros(rows, dtype=torch.float64).index_add_(0, prev, weight)
+    seen = row_counts > 0
+    place = seen.cumsum(0) - 1  # tokens that were never seen would be empty rows
+    shape = (int(seen.sum()), columns)
+    matrix = coo_matrix((values.numpy(), (place[prev].numpy(), following.numpy())), shape=shape).tocsr()
+    prior = unigram.log() - unigram.log().mean()
+    root = prior.std().sqrt()
+    left, right = root.expand(rows, 1), (prior / root)[:, None]
+    pairs = min(rank - 1, rows - 1, columns - 1)
+    if pairs >= 1:
+        scaled = (diags(row_counts[seen].sqrt().numpy()) @ matrix).tocsr()
+        basis = torch.from_numpy(right_singular_vectors(scaled, pairs))  # [V, R-1]
+        projected = torch.from_numpy(matrix @ basis.numpy())
+        # Both factors at one scale, as one learning rate wants.
+        balance = (projected.std() / basis.std()).sqrt()
+        table = torch.zeros(rows, pairs, dtype=torch.float64)
+        table[seen] = projected / balance
+        left, right = torch.cat([left, table], dim=1), torch.cat([right, basis * balance], dim=1)
+    return BigramFactors(left.float(), right.float(), seen)
 
+
+def right_singular_vectors(matrix: csr_matrix, count: int) -> np.ndarray:
+    """The `count` leading right singular vectors of a sparse [n, V], [V, count] in ascending order of singular values.
+
+    Eigenvectors of the Gram matrix, by Lanczos steps from a fixed vector: the factorisation is part of the recipe, not of the
+    run's seed. The steps' products are too small for several threads, which would spend their time waiting for each other.
+    """
+    transposed, size = matrix.T.tocsr(), matrix.shape[1]
+    gram = LinearOperator((size, size), matvec=lambda x: transposed @ (matrix @ x), dtype=np.float64)
+    with threadpool_limits(1, user_api="blas"):
+        _, vectors = eigsh(gram, k=count, v0=np.ones(size), tol=1e-10)
+    return np.ascontiguousarray(vectors)
+
+
+@torch.no_grad()
+def start_from_bigrams(draft: Draft, factors: BigramFactors, *, backbone_scale: float) -> None:
+    """Make the Markov head begin as the bigram model `factors`, and the backbone as a whisper beside it.
+
+    Rows of tokens that were never seen have the prior alone, and beyond it a trace of noise, so that they can still learn.
     `backbone_scale` multiplies the final norm: untrained hidden states through a full-scale norm would drown the table, and
     the first hundred steps would be spent on unlearning them.
     """
     head = draft.markov_head
     if head is None:
         raise ValueError("head.init=bigram needs a sequential head; use head.init=zeros with head=none.")
-    rows, columns = draft.config.vocab_size, draft.config.draft_vocab_size
-    weight = counts.double()
-    unigram = torch.zeros(columns, dtype=torch.float64).index_add_(0, following, weight) + 0.5
-    unigram /= unigram.sum()
-    values = torch.log1p(weight / unigram[following])
-    matrix = coo_matrix((values.numpy(), (prev.numpy(), following.numpy())), shape=(rows, columns)).tocsr()
-    row_counts = torch.zeros(rows, dtype=torch.float64).index_add_(0, prev, weight)
-    rank = min(head.rank - 1, rows - 1, columns - 1)
-    head.markov_w1.weight.mul_(
-        0.01
-    )  # rows of tokens never seen keep a trace of noise, so that they can still learn
-    head.markov_w2.weight.zero_()
-    if rank >= 1:
-        # A fixed start vector: the factorisation is part of the recipe, not of the run's seed.
-        scaled = diags(row_counts.sqrt().numpy()) @ matrix
-        _, _, right = svds(scaled, k=rank, v0=np.ones(min(rows, columns)))
-        basis = torch.from_numpy(right.copy()).T  # [V, R-1]
-        projected = torch.from_numpy(matrix @ basis.numpy())
-        seen = row_counts > 0
-        balance = (
-            projected[seen].std() / basis.std()
-        ).sqrt()  # both factors at one scale, as one learning rate wants
-        head.markov_w1.weight[seen, 1 : rank + 1] = (projected[seen] / balance).float()
-        head.markov_w2.weight[:, 1 : rank + 1] = (basis * balance).float()
-    prior = unigram.log() - unigram.log().mean()
-    root = prior.std().sqrt()
-    head.markov_w1.weight[:, 0] = root.float()
-    head.markov_w2.weight[:, 0] = (prior / root).float()
+    width = factors.following.shape[1]
+    table, columns = head.markov_w1.weight, head.markov_w2.weight
+    table.mul_(0.01)
+    table[:, 0] = factors.previous[:, 0]
+    table[factors.seen, :width] = factors.previous[factors.seen]
+    columns.zero_()
+    columns[:, :width] = factors.following
     draft.norm.weight.mul_(backbone_scale)
 
 

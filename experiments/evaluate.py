@@ -61,14 +61,16 @@ def main(cfg: DictConfig) -> None:
 # ---- replay
 
 
-def replay_split(run: Run, cache: Features, *, split: str, limit: int | None = None) -> dict[str, object]:
-    """Replay one split's greedy answers (all of them, or `limit` spread over the split) with a run's best draft: greedy
-    drafts, every trained proposal. A cache without greedy answers is replayed as it is.
+def replay_split(
+    run: Run, cache: Features, *, split: str, limit: int | None = None, device: str = "cpu"
+) -> dict[str, object]:
+    """Replay one split's greedy answers (all of them, or `limit` spread over the split) with a run's best draft on `device`:
+    greedy drafts, every trained proposal. A cache without greedy answers is replayed as it is.
 
     Writes `<run>/eval/<cache>-<split>/` and returns the summary. Raises ValueError for a cache of another verifier, or a
     split without documents.
     """
-    draft, cache = draft_for_cache(run, cache, "cpu")
+    draft, cache = draft_for_cache(run, cache, device)
     documents = cache.greedy_first(split)
     if not documents:
         raise ValueError(f"{cache.path} has no documents of split {split!r}; it has {cache.manifest.splits}.")

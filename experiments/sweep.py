@@ -7,6 +7,7 @@ sweep, whichever launcher ran it.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import sys
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pandas as pd
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -126,8 +128,16 @@ def run_cell(main: Callable[[DictConfig], object], cfg: DictConfig, program: str
         )
     finally:
         sys.argv = argv
+        free_memory()
     cell.seconds = round(time.time() - started, 1)
     write_text(folder / "cell.json", json.dumps(asdict(cell), indent=2) + "\n")
+
+
+def free_memory() -> None:
+    """Let the next cell have what this one's objects held: trainer, module and optimizer refer to each other in circles, and
+    a CUDA graph keeps its memory as long as they do."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def read_cells(sweep: Path) -> list[Cell]:

@@ -39,7 +39,7 @@ from dspark.training import (
     checkpoint_path,
 )
 from dspark.vocab import VocabMap
-from dspark.warm_start import bigram_counts, start_from_bigrams, start_from_draft, start_from_verifier_layers
+from dspark.warm_start import start_from_bigrams, start_from_draft, start_from_verifier_layers
 from experiments.build import (
     build_draft,
     build_draft_config,
@@ -47,13 +47,11 @@ from experiments.build import (
     build_optimizer,
     build_vocab,
     check_keys,
-    open_features,
-    response_counts,
-    tapped_layers,
 )
 from experiments.cli import command
 from experiments.collect import load_verifier
 from experiments.evaluate import replay_split
+from experiments.sharing import Shared, shared_by_cells
 from experiments.sweep import Outcome, cell_overrides, config_sha, finished_run, in_sweep
 
 console = Console()
@@ -66,13 +64,17 @@ def main(cfg: DictConfig) -> Outcome:
     skip = in_sweep() if cfg.skip_finished is None else bool(cfg.skip_finished)
     done = finished_run(Path(cfg.runs), config_sha(cfg)) if skip else None
     if done is None:
-        return Outcome(train(cfg), trained=True)
+        return Outcome(train(cfg, shared_by_cells() if in_sweep() else Shared()), trained=True)
     console.print(f"finished already: run {done.path}", highlight=False, soft_wrap=True)
     return Outcome(done, trained=False)
 
 
-def train(cfg: DictConfig) -> Run:
-    """The whole run: cache, draft, optimisation with replay validation, and the test split. Returns the finished run."""
+def train(cfg: DictConfig, shared: Shared | None = None) -> Run:
+    """The whole run: cache, draft, optimisation with replay validation, and the test split. Returns the finished run.
+
+    Trainings given the same `shared` open, load and count their data once, as long as they agree on them.
+    """
+    shared = Shared() if shared is None else shared
     check_keys(cfg)
     check_float8(cfg)
     precision = resolve_precision(cfg.trainer.precision, cfg.trainer.accelerator)
@@ -86,15 +88,14 @@ def train(cfg: DictConfig) -> Run:
     resumed = Run.open(cfg.resume) if cfg.resume else None
     if resumed is not None:
         check_resumable(resumed, cfg)  # refuse before any expensive work
-    L.seed_everything(cfg.seed, verbose=False)
     quiet()
-    cache = open_features(cfg)
-    cache = cache.with_taps(tapped_layers(cfg, cache.manifest))
+    cache = shared.features(cfg)
+    L.seed_everything(cfg.seed, verbose=False)  # here, whether or not opening has drawn numbers
     rows, validation = split_documents(cfg, cache)
     steps = budgeted_steps(cfg, rows)
     frozen_dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
     earlier = WarmStart.open(cfg.warm_start) if cfg.warm_start and resumed is None else None
-    vocab = build_vocab(cfg, cache.manifest, response_counts(cache, rows.documents))
+    vocab = build_vocab(cfg, cache.manifest, shared.response_counts(cache, rows.documents))
     if earlier is not None and len(earlier.draft.vocab) == len(vocab):
         vocab = earlier.draft.vocab  # head rows mean its tokens, however often this cache's answers use them
     draft = build_draft(cfg, build_draft_config(cfg, cache.manifest, len(vocab)), cache, vocab, frozen_dtype)
@@ -107,7 +108,7 @@ def train(cfg: DictConfig) -> Run:
         draft.contract, mine=f"{cache.name} {cache.path}", theirs="the draft's configuration"
     )
     if resumed is None:
-        start_weights(cfg, draft, contract, cache, rows.documents, vocab, earlier)
+        start_weights(cfg, draft, contract, cache, rows.documents, vocab, earlier, shared)
 
     run = resumed or start_run(cfg, cache, rows)
     if rank_zero_only.rank == 0:
@@ -137,6 +138,8 @@ def train(cfg: DictConfig) -> Run:
     )
     trainer = build_trainer(cfg, run, rows, precision, steps)
     try:
+        if data.resident and trainer.world_size == 1:
+            shared.make_resident(rows, trainer.strategy.root_device, validation)
         training_started = time.time()
         trainer.fit(module, data, ckpt_path=checkpoint_path(run) if resumed else None, weights_only=False)
         seconds = time.time() - training_started
@@ -281,6 +284,7 @@ def start_weights(
     documents: list[int],
     vocab: VocabMap,
     earlier: WarmStart | None,
+    shared: Shared,
 ) -> None:
     """Set the trainable weights' start: an earlier draft, or the verifier's layers and a bigram table as configured."""
     if earlier is not None:
@@ -317,11 +321,8 @@ def start_weights(
         tap = min(range(len(config.aux_layer_ids)), key=lambda i: abs(config.aux_layer_ids[i] - first))
         start_from_verifier_layers(draft, layers, verifier.final_norm_weight(), tap, sample)
     if cfg.head.init == "bigram" and draft.markov_head is not None:
-        start_from_bigrams(
-            draft,
-            *bigram_counts([cache.tokens(d) for d in documents], vocab),
-            backbone_scale=float(cfg.head.backbone_scale),
-        )
+        factors = shared.bigrams(cache, documents, vocab, draft.config.markov_rank)
+        start_from_bigrams(draft, factors, backbone_scale=float(cfg.head.backbone_scale))
 
 
 def start_run(cfg: DictConfig, cache: Features, rows: PackedRows) -> Run:
@@ -446,7 +447,8 @@ def finish(
     if not trainer.is_global_zero:
         return results
     if cfg.test:
-        results |= replay_split(run, cache, split="test", limit=cfg.test_documents)
+        device = "cuda" if trainer.strategy.root_device.type == "cuda" else "cpu"
+        results |= replay_split(run, cache, split="test", limit=cfg.test_documents, device=device)
     run.finish("complete", results)
     return results
 

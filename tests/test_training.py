@@ -154,7 +154,7 @@ def test_warm_start_copies_weights_and_refuses_the_other_layout(tiny_cache, tmp_
 def test_warm_start_keeps_the_vocabulary_its_weights_were_trained_for(tiny_cache, tmp_path, monkeypatch):
     pruned = "draft.vocab_size=200"
     with monkeypatch.context() as other_data:  # answers in which the highest ids are the most frequent
-        other_data.setattr("experiments.train.response_counts", lambda cache, documents: torch.arange(272))
+        other_data.setattr("experiments.sharing.response_counts", lambda cache, documents: torch.arange(272))
         first = trained(tiny_cache, tmp_path, pruned)
     still = ("trainer.max_steps=1", "optimizer.lr=0.0", "optimizer.head_lr=0.0", f"warm_start={first.path}")
     again = trained(tiny_cache, tmp_path, *still, pruned, "label=warm")

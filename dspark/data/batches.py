@@ -264,16 +264,25 @@ class PackedRows(Dataset):
             seen, row = seen + used, row + 1
         return -(-row // rows_per_step)
 
-    def make_resident(self, device: torch.device | str, held_out: Sequence[int] = ()) -> None:
+    def make_resident(
+        self,
+        device: torch.device | str,
+        held_out: Sequence[int] = (),
+        loaded: ResidentFeatures | None = None,
+    ) -> ResidentFeatures:
         """Hold all features in `device` memory from here on; rows then come from there.
 
-        Documents in `held_out` stay readable, but not from device memory.
+        Documents in `held_out` stay readable, but not from device memory. `loaded` is what this returned for other rows of the
+        same documents, features and device, which are then in memory once.
         """
         self.cache.hold(held_out)
-        with self.cache.progress("features into memory", sum(self.lengths.values())) as advance:
-            self.resident = ResidentFeatures(self.cache, self.documents, device, advance)
-        self.bad_documents += self.resident.bad
+        if loaded is None:
+            with self.cache.progress("features into memory", sum(self.lengths.values())) as advance:
+                loaded = ResidentFeatures(self.cache, self.documents, device, advance)
+        self.resident = loaded
+        self.bad_documents += loaded.bad
         self.cache.release()
+        return loaded
 
     def __getitem__(self, index: int) -> DraftBatch:
         return stack_rows(self.__getitems__([index]))

@@ -21,6 +21,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from dspark.config import DraftConfig
 
+# Variants of a region in one process, by shape among others, beyond which the compiler gives up: at 8 a sweep would.
+VARIANTS = 1024
+
 # What recomputing would take long. Largest magnitudes, which float8 scales with, are a pass over memory each.
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default, torch.ops.aten.amax.default)
 
@@ -216,6 +219,9 @@ def region(function: Callable, compiled: bool) -> Callable:
 
 @cache
 def _compiled(function: Callable) -> Callable:
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, VARIANTS)
+    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, VARIANTS)
     # It warns, once, that recomputed regions must not work in place; these do not.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     keep_products = partial(create_selective_checkpoint_contexts, list(PRODUCTS))

@@ -23,7 +23,8 @@ class StepGraph:
 
     `compute` must not wait for the device or depend on a batch's values on the host: `draft_loss(..., static_shapes=True)`. A
     batch of another shape is recorded anew. The loss must be backpropagated as it is, or, with `accumulate` micro-batches a
-    step, divided by their number; hooks on parameters, and with them other processes, never see its gradients.
+    step, divided by their number; hooks on parameters, and with them other processes, never see its gradients. While a shape
+    is recorded, no other autograd graph of the parameters may be alive: it would tie their gradients to another stream.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class StepGraph:
     ) -> None:
         self.compute, self.parameters, self.accumulate = compute, list(parameters), accumulate
         self.batch: DraftBatch | None = None
+        self._leaf: Tensor | None = None
 
     def __call__(self, batch: DraftBatch) -> LossSums:
         if self.batch is None or _shapes(batch) != _shapes(self.batch):
@@ -40,7 +42,7 @@ class StepGraph:
         self.graph.replay()
         # The next replay overwrites what this one computed.
         sums = replace(self.sums, **{f.name: getattr(self.sums, f.name).clone() for f in fields(LossSums)})
-        sums.numerator = _Replayed.apply(sums.numerator, self.parameters[0], self)
+        sums.numerator = _Replayed.apply(sums.numerator, self._leaf, self)
         return sums
 
     def hand_over(self) -> None:
@@ -57,6 +59,7 @@ class StepGraph:
 
     def _record(self, batch: DraftBatch) -> None:
         self.batch = replace(batch, **{name: tensor.clone() for name, tensor in vars(batch).items()})
+        self._leaf = torch.zeros((), device=batch.aux.device, requires_grad=True)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -78,10 +81,10 @@ class StepGraph:
 
 
 class _Replayed(torch.autograd.Function):
-    """A loss whose gradients exist already."""
+    """A loss whose gradients exist already; `leaf` stands for the parameters, so that autograd has something to go back to."""
 
     @staticmethod
-    def forward(ctx, value, parameter, graph):
+    def forward(ctx, value, leaf, graph):
         ctx.graph = graph
         return value.view_as(value)
 

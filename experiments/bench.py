@@ -37,6 +37,7 @@ def step(cfg: DictConfig) -> list[dict[str, Any]]:
         seed=int(cfg.seed),
         memory=bool(cfg.memory),
         tolerance=float(cfg.tolerance),
+        profile=Path(cfg.profile) if cfg.profile else None,
     )
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:

@@ -37,6 +37,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).resolve().parent.parent
 if not __package__:
@@ -513,6 +515,26 @@ def time_side_by_side(
     return times
 
 
+def write_profile(one: Contender, device: torch.device, path: Path, steps: int = 2) -> None:
+    """A table of what the device (on a CPU, the operators) did in `steps` steps, longest first, times in ms a step."""
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=kinds) as record:
+        for _ in range(steps):
+            one.step(_ignore)
+        _wait(device)
+    events = []
+    for event in record.key_averages():
+        on_device = event.device_type == DeviceType.CUDA
+        spent = event.self_device_time_total if on_device else event.self_cpu_time_total
+        if on_device == (device.type == "cuda") and spent:
+            events.append((spent / 1e3 / steps, event.count / steps, event.key))
+    events.sort(reverse=True)
+    lines = [f"{'ms a step':>10} {'calls':>7}  name", f"{sum(e[0] for e in events):10.3f} {'':7}  all"]
+    lines += [f"{ms:10.3f} {calls:7.1f}  {name}" for ms, calls, name in events]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+
+
 def _resident_bytes(field: str) -> int:
     """VmRSS or VmHWM of this process (Linux)."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -580,6 +602,7 @@ class Settings:
     seed: int
     memory: bool
     tolerance: float
+    profile: Path | None
 
 
 def measure(settings: Settings, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -612,6 +635,9 @@ def measure(settings: Settings, say: Callable[[str], None]) -> list[dict[str, An
     times = time_side_by_side(
         contenders, problem.device, warmup=settings.warmup, repeats=settings.repeats, say=say
     )
+    if settings.profile:
+        write_profile(contenders[0], problem.device, settings.profile)
+        say(f"profile of {contenders[0].name} in {settings.profile}")
     rate = matrix_rate(problem)
     flops = count_flops(problem)
     versions = {one.name: one.version for one in contenders}
@@ -711,6 +737,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-memory", action="store_true", help="skip the measurement of peak memory")
     parser.add_argument("--tolerance", type=float, default=0.01, help="largest relative difference of losses")
+    parser.add_argument("--profile", type=Path, default=None, help="file for where our step's time goes")
     parser.add_argument("--out", default="outputs/bench_step.jsonl")
     parser.add_argument("--memory-of", default=None, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -734,6 +761,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=given.seed,
         memory=not given.no_memory,
         tolerance=given.tolerance,
+        profile=given.profile,
     )
     try:
         rows = measure(settings, say=lambda line: print(line, file=sys.stderr, flush=True))

@@ -33,6 +33,7 @@ SETTINGS = Settings(
     seed=0,
     memory=False,
     tolerance=0.01,
+    profile=None,
 )
 KEYS = {
     "peer",
@@ -93,6 +94,17 @@ def test_every_slot_of_the_problem_is_supervised():
     problem = make_problem(GEOMETRIES["tiny"], device="cpu", dtype="fp32", seed=3)
     blocks = bench_step.build_blocks(problem.batch, problem.config)
     assert blocks.supervised.all()
+
+
+def test_a_profile_lists_operators_whose_times_add_up(tmp_path):
+    path = tmp_path / "where" / "profile.txt"
+    measure(dataclasses.replace(SETTINGS, profile=path), quiet)
+    header, whole, *rest = path.read_text().splitlines()
+    assert header.split() == ["ms", "a", "step", "calls", "name"]
+    spent = [float(line.split()[0]) for line in rest]
+    assert spent == sorted(spent, reverse=True)
+    assert sum(spent) == pytest.approx(float(whole.split()[0]), abs=0.001 * len(spent))
+    assert any("aten::mm" in line for line in rest)
 
 
 def test_an_implementation_with_another_loss_is_not_timed(monkeypatch):

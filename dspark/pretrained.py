@@ -37,7 +37,7 @@ PACKED_FORMAT = "dspark-packed-1"
 # split: five bits for 64 neighbours of a row, at the best scale, take nearly as much room and lost 16 % of tau
 # there, this less than 1.
 STEPS = {"markov_head.markov_w1.weight": 0.2, "markov_head.markov_w2.weight": 0.08}
-STEP = 0.11
+STEP = 0.115
 BY_COLUMN = tuple(STEPS)
 
 

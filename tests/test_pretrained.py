@@ -241,7 +241,7 @@ def test_the_shipped_draft_is_small_whole_and_smollm2s() -> None:
     assert sum(sizes) <= 12e6
     facts, tensors = read_packed(pretrained.STEM)
     config = DraftConfig.from_dict(facts["draft"]["config"])
-    assert (config.num_layers, config.hidden_size, config.block_size) == (3, 576, 8)
+    assert (config.num_layers, config.hidden_size, config.block_size) == (4, 576, 8)
     assert (config.draft_vocab_size, config.markov_rank, config.head) == (16384, 64, "vanilla")
     draft = Draft(config, attention_backend="grouped")
     draft.load_state_dict({**tensors, "lm_head": draft.lm_head})  # every name and shape, and no other

@@ -298,7 +298,8 @@ def test_a_device_without_float8_is_refused_with_its_name(monkeypatch):
 
 def test_a_run_without_the_device_or_the_precision_ends_before_it_begins(monkeypatch):
     def check(**options):
-        check_float8(OmegaConf.create({"trainer": {"float8": "row", "precision": "auto", **options}}))
+        given = {"float8": "row", "precision": "auto", "compile": False, **options}
+        check_float8(OmegaConf.create({"trainer": given}))
 
     check(float8=False, accelerator="cpu")
     with pytest.raises(ValueError, match="would run on cpu"):
@@ -312,6 +313,8 @@ def test_a_run_without_the_device_or_the_precision_ends_before_it_begins(monkeyp
         check(accelerator="cpu")
     with pytest.raises(ValueError, match=r"trainer.precision is 32-true.*precision=bf16-mixed"):
         check(accelerator="gpu", precision="32-true")
+    with pytest.raises(ValueError, match=r"gave wrong gradients.*trainer.compile=false"):
+        check(accelerator="gpu", compile=True)
 
 
 @pytest.mark.gpu

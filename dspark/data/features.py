@@ -315,10 +315,12 @@ class FeatureWriter:
 
     def write_verifier(self, verifier: Verifier) -> None:
         """Store the frozen tensors a draft shares: embeddings, final norm, and the head unless it is tied."""
-        target = self.path / VERIFIER_FILE
-        if target.exists():
-            return
-        _save_tensors(target, frozen_weights(verifier), {"weights_sha": verifier.info.weights_sha})
+        if not (self.path / VERIFIER_FILE).exists():
+            self.write_frozen(frozen_weights(verifier), verifier.info.weights_sha)
+
+    def write_frozen(self, weights: dict[str, Tensor], weights_sha: str) -> None:
+        """The same, of a verifier that is known by these tensors alone."""
+        _save_tensors(self.path / VERIFIER_FILE, weights, {"weights_sha": weights_sha})
 
     def add(self, document: Document) -> bool:
         """Append a document. Returns False, and keeps it out, once the byte budget would be passed.

@@ -210,7 +210,7 @@ def _proposals(
     # Every document has its own shape, and FlexAttention would compile for each.
     output = draft(batch, attention_backend="grouped")
     blocks = output.blocks
-    labels = draft.vocab.target_to_draft(blocks.labels)[0]  # [A, N]; -1 cannot be proposed
+    labels = draft.to_draft_ids(blocks.labels)[0]  # [A, N]; -1 cannot be proposed
     if temperature in (0.0, 1.0):
         lse, softness = batch.lse[0], 1.0
     elif lse_at_temperature is None:

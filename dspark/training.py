@@ -197,9 +197,8 @@ class DraftModule(L.LightningModule):
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Turn summed gradients into the gradient of the global mean. Lightning has averaged over ranks and accumulation."""
         budget = self.optimizer_config.budget_seconds
-        if (
-            budget is not None
-        ):  # by the first rank's clock: learning rates that differ would drive the ranks' weights apart
+        # By the first rank's clock: learning rates that differ would drive the ranks' weights apart.
+        if budget is not None:
             self._elapsed = self.trainer.strategy.broadcast((time.time() - self._started) / budget)
         denominator = self.all_reduce_sum(self._denominator)
         self._denominator = None

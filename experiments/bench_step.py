@@ -66,6 +66,7 @@ OURS = {
 }
 PEERS = (*list(OURS)[1:], "speculators")
 PROMPT = 32  # unsupervised tokens at the start of each document
+SPREAD = 3.0  # standard deviation of the random verifier's logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +257,7 @@ def make_problem(geometry: Geometry, *, device: str, dtype: str, seed: int) -> P
         device=where,
         dtype=kind,
         embedding=normal(config.vocab_size, config.hidden_size, dtype=kind),
-        head=normal(config.vocab_size, config.hidden_size, std=3.0 * config.hidden_size**-0.5, dtype=kind),
+        head=normal(config.vocab_size, config.hidden_size, std=SPREAD * config.hidden_size**-0.5, dtype=kind),
         vocab=VocabMap(kept[: config.draft_vocab_size].sort().values, config.vocab_size),
         weights=weights,
         batch=_make_batch(geometry, config, kind, normal, seed).to(where),

@@ -28,11 +28,9 @@ from dspark.data.features import (
     target_lse,
 )
 from dspark.verifier import VerifierInfo
-from experiments.bench_step import GEOMETRIES, Geometry
+from experiments.bench_step import GEOMETRIES, PROMPT, SPREAD, Geometry
 
-PROMPT = 32  # unsupervised tokens at the start of each document
 HELD_OUT = 512  # tokens of a held-out document: every one of its tokens is an anchor
-SPREAD = 3.0  # standard deviation of the random verifier's logits
 
 
 def described(geometry: Geometry, name: str, seed: int) -> Manifest:

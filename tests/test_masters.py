@@ -16,10 +16,10 @@ from dspark.losses import LossWeights
 from dspark.masters import MasterAdamW, round_matrices
 from dspark.objective import draft_loss
 from dspark.runs import Run
-from dspark.training import DraftModule, check_parallel
+from dspark.training import check_parallel
 from experiments.train import distribution, resolve_precision
 from tests.builders import random_batch, random_draft
-from tests.test_training import configured, losses_of, trained, weights_of
+from tests.test_training import configured, killed_and_resumed, losses_of, trained, weights_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MASTERS = "trainer.precision=bf16-masters"
@@ -186,22 +186,7 @@ def test_a_saved_draft_holds_the_masters_and_the_checkpoint_both(run):
 
 
 def test_resuming_repeats_the_uninterrupted_run_exactly(cache, tmp_path, monkeypatch):
-    steps = (MASTERS, "trainer.max_steps=8", "trainer.val_every=4", "trainer.accumulate=2")
-    whole = trained(cache, tmp_path / "a", *steps)
-    step = DraftModule.training_step
-
-    def killed_in_step_seven(self, batch, index):
-        if self.global_step == 6:
-            raise KeyboardInterrupt
-        return step(self, batch, index)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DraftModule, "training_step", killed_in_step_seven)
-        with pytest.raises((KeyboardInterrupt, SystemExit)):
-            trained(cache, tmp_path / "b", *steps)
-    half = Run.open(next((tmp_path / "b").iterdir()))
-    assert half.manifest.status != "complete"
-    resumed = trained(cache, tmp_path / "b", *steps, f"resume={half.path}")
+    whole, _, resumed = killed_and_resumed(cache, tmp_path, monkeypatch, MASTERS)
     assert losses_of(whole).tolist() == losses_of(resumed).tolist()
     a, b = weights_of(whole), weights_of(resumed)
     assert all(torch.equal(a[name], b[name]) for name in a)

@@ -96,9 +96,10 @@ def test_a_run_leaves_everything_that_says_what_it_was(tiny_cache, tmp_path):
     assert ((rates["total"] / rates["count"]).between(0, 1)).all()
 
 
-def test_resuming_repeats_the_uninterrupted_run_exactly(tiny_cache, tmp_path, monkeypatch):
-    steps = ("trainer.max_steps=8", "trainer.val_every=4", "trainer.accumulate=2")
-    whole = trained(tiny_cache, tmp_path / "a", *steps)
+def killed_and_resumed(cache, tmp_path, monkeypatch, *overrides: str) -> tuple[Run, Run, Run]:
+    """A run of eight steps; one that was killed in its seventh; and the latter again, resumed."""
+    steps = ("trainer.max_steps=8", "trainer.val_every=4", "trainer.accumulate=2", *overrides)
+    whole = trained(cache, tmp_path / "a", *steps)
     step = DraftModule.training_step
 
     def killed_in_step_seven(self, batch, index):
@@ -109,10 +110,14 @@ def test_resuming_repeats_the_uninterrupted_run_exactly(tiny_cache, tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(DraftModule, "training_step", killed_in_step_seven)
         with pytest.raises((KeyboardInterrupt, SystemExit)):
-            trained(tiny_cache, tmp_path / "b", *steps)
+            trained(cache, tmp_path / "b", *steps)
     half = Run.open(next((tmp_path / "b").iterdir()))
     assert half.manifest.status != "complete"
-    resumed = trained(tiny_cache, tmp_path / "b", *steps, f"resume={half.path}")
+    return whole, half, trained(cache, tmp_path / "b", *steps, f"resume={half.path}")
+
+
+def test_resuming_repeats_the_uninterrupted_run_exactly(tiny_cache, tmp_path, monkeypatch):
+    whole, half, resumed = killed_and_resumed(tiny_cache, tmp_path, monkeypatch)
     assert resumed.path == half.path
     first, second = losses_of(whole), losses_of(resumed)
     assert second.index.tolist() == list(range(1, 9))

@@ -118,7 +118,8 @@ class Draft(nn.Module):
     def to_draft_ids(self, ids: Int[Tensor, ...]) -> Int[Tensor, ...]:
         """Draft id of a verifier id; -1 where the draft cannot propose it. The table stays on the device between calls."""
         kept = self.kept_ids
-        if self._draft_ids is None or self._draft_ids[:2] != (id(kept), kept._version):
+        version = 0 if kept.is_inference() else kept._version
+        if self._draft_ids is None or self._draft_ids[:2] != (id(kept), version):
             table = torch.full((self.config.vocab_size,), -1, dtype=torch.int64, device=kept.device)
             table[kept] = torch.arange(len(kept), device=kept.device)
             self._draft_ids = (

@@ -65,6 +65,51 @@ def test_loss_kernel_equals_the_plain_terms_and_their_gradient(name, ce_label, t
     torch.testing.assert_close(given.cpu(), gradient * SCALE, rtol=1e-4, atol=1e-6)
 
 
+def test_loss_kernel_on_bf16_logits_with_ties_impossible_tokens_and_an_odd_width():
+    """bf16 logits tie often; the first of equal ones is the argmax. -1e30 and minus infinity have no mass."""
+    generator = torch.Generator().manual_seed(0)
+    width = 5003
+    logits, target = (
+        (3 * torch.randn(rows, width, generator=generator)).bfloat16() for rows in (ROWS, STATES)
+    )
+    logits[0, :4200], target[0, 9:] = -1e30, -1e30
+    logits[1, 1:], target[1, : width - 1] = -torch.inf, -torch.inf
+    logits[2, 7::500] = target[2, 3::1000] = 20.0
+    source = torch.arange(ROWS) % STATES
+    labels = torch.randint(-1, width, (ROWS,), generator=generator)
+    labels[1:3] = torch.tensor([0, 7])
+    row_weights = torch.rand(ROWS, generator=generator)
+    weights = LossWeights(
+        terms={"ce": 0.1, "tv": 0.9},
+        confidence=0.0,
+        decay_gamma=None,
+        ce_label="target_top1",
+        target_norm="draft_vocab",
+    )
+    p = target.float().softmax(-1)[source]
+    wanted, gradient = terms_with_gradient(
+        logits.float(), p, labels, p.argmax(-1), weights, row_weights
+    )  # fmt: skip
+    given = logits.to(DEVICE)
+    stats = loss_terms(
+        given,
+        target.to(DEVICE),
+        source.to(DEVICE),
+        torch.zeros(STATES, device=DEVICE),
+        labels.to(DEVICE),
+        row_weights.to(DEVICE),
+        terms=weights.terms,
+        text_label=False,
+        renormalise=True,
+        scale=1.0,
+        lk_eta=LK_ETA,
+    ).cpu()
+    assert wanted.greedy_hit[1:3].all()
+    for got, (field, value) in zip(stats, vars(wanted).items(), strict=True):
+        torch.testing.assert_close(got, value, rtol=1e-4, atol=1e-5, msg=lambda text, f=field: f"{f}: {text}")
+    torch.testing.assert_close(given.cpu().float(), gradient, rtol=1e-2, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("rows", "length", "anchors", "width", "slots", "heads", "kv_heads", "dim", "window"),
     [

@@ -21,7 +21,7 @@ WARM_UP = 3  # steps before recording, in which kernels are compiled and the all
 class StepGraph:
     """Calls of `compute` on batches of one shape, replayed. The result's backward pass hands the gradients to `parameters`.
 
-    `compute` must not wait for the device or depend on a batch's values on the host: `draft_loss(..., static_shapes=True)`. A
+    `compute` must not wait for the device or depend on a batch's values on the host: `training_loss(..., static_shapes=True)`. A
     batch of another shape is recorded anew. The loss must be backpropagated as it is, or, with `accumulate` micro-batches a
     step, divided by their number; hooks on parameters, and with them other processes, never see its gradients. While a shape
     is recorded, no other autograd graph of the parameters may be alive: it would tie their gradients to another stream.

@@ -23,12 +23,12 @@ ordinary autograd graph: the oracle of the tests.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from dspark.kernels import triton_is_installed
@@ -121,42 +121,53 @@ class VocabularyLoss(torch.autograd.Function):
         rows,
         weights,
         logit_scale,
-        chunk_rows,
-        static_shapes,
+        parts,
         need_grad,
     ):
         dtype, hidden = features.dtype, features.shape[1]
         head_weight = joint[:, :hidden]
         inputs = features if bias_features is None else torch.cat([features, bias_features.to(dtype)], dim=1)
-        stats = RowStats(*(torch.zeros(len(inputs), device=inputs.device) for _ in range(4)))
-        grad_inputs = torch.zeros_like(inputs) if need_grad else None
-        grad_bias = None
-        if need_grad and bias_weight is not None:
-            grad_bias = torch.zeros_like(bias_weight, dtype=torch.float32)
-        divide = fixed_parts if static_shapes else supervised_parts
-        for part in divide(rows, chunk_rows):
-            keep = part.keep
+        active = sum(len(part.keep) for part in parts)
+        # Results in the order of the parts, behind a row of zeros for all rows that are in none.
+        stats = inputs.new_zeros(4, 1 + active, dtype=torch.float32)
+        grads = inputs.new_empty(1 + active, inputs.shape[1]) if need_grad else None
+        grad_bias, start = None, 1
+        for part in parts:
+            stop = start + len(part.keep)
             states = rows.target[part.positions].to(dtype)
-            chunk = inputs[keep]
+            chunk = inputs[part.keep]
             logits = chunk @ joint.T  # base logits and bias in one product
-            values = _chunk(
+            stats[:, start:stop] = _chunk(
                 logits,
                 states,
                 rows.target_lse[part.positions],
                 part.target_row,
-                rows.labels[keep],
-                rows.weights[keep] if need_grad else None,
+                rows.labels[part.keep],
+                rows.weights[part.keep] if need_grad else None,
                 head_weight,
                 weights,
                 logit_scale,
             )
-            for name, value in zip(vars(stats), values, strict=True):
-                getattr(stats, name)[keep] = value
             if need_grad:
-                grad_inputs[keep] = logits @ joint
-                if grad_bias is not None:
-                    grad_bias += logits.T @ chunk[:, hidden:]
+                torch.mm(logits, joint, out=grads[start:stop])
+                if bias_weight is not None:
+                    product = logits.T @ chunk[:, hidden:]
+                    grad_bias = product.float() if grad_bias is None else grad_bias.add_(product)
+            start = stop
+            del logits  # two parts' are never held at once
+        place = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
+        if parts:
+            place[torch.cat([part.keep for part in parts])] = torch.arange(1, 1 + active, device=place.device)
+        stats = RowStats(*stats[:, place])
         total = (stats.loss * rows.weights).sum()
+        grad_inputs = None
+        if need_grad:
+            grads[0].zero_()
+            grad_inputs = grads[place]
+            if bias_weight is not None:
+                grad_bias = (
+                    torch.zeros_like(bias_weight) if grad_bias is None else grad_bias.to(bias_weight.dtype)
+                )
         ctx.hidden = hidden
         ctx.save_for_backward(grad_inputs, grad_bias)
         ctx.mark_non_differentiable(*vars(stats).values())
@@ -170,36 +181,49 @@ class VocabularyLoss(torch.autograd.Function):
         if grad_bias is not None:
             grad_bias_features = grad_inputs[:, ctx.hidden :] * grad_total.to(grad_inputs.dtype)
             grad_bias = grad_bias * grad_total
-        return grad_features, grad_bias_features, grad_bias, *[None] * 7
+        return grad_features, grad_bias_features, grad_bias, *[None] * 6
 
 
-def supervised_parts(rows: Rows, chunk_rows: int) -> list[Part]:
-    """The rows with a weight, ascending, up to `chunk_rows` in a part, each with its distinct target positions.
+def plan_parts(
+    supervised: Bool[Tensor, " M"], target_row: Int[Tensor, " M"], positions: int, chunk_rows: int
+) -> Callable[[], list[Part]]:
+    """The supervised rows, ascending, up to `chunk_rows` in a part, each with its distinct target positions.
 
     Numbers of rows and positions are rounded up to `ROW_STEP` with others, which have no weight: products are compiled for
-    their shape on a CPU, and numbers differ from step to step. The host reads them from the device once.
+    their shape on a CPU, and numbers differ from step to step. The host needs them; the function returned waits until they have
+    arrived, so whoever calls this before queueing other work, and that function after, does not wait for that work.
     """
-    idle = rows.weights == 0
-    count, length = len(idle), len(rows.target)
-    order = torch.argsort(idle.to(torch.uint8), stable=True)
+    count, device = len(supervised), supervised.device
+    order = torch.argsort((~supervised).to(torch.uint8), stable=True)
     parts = -(-count // chunk_rows)
     # Which positions each part needs; idle rows ask for one beyond the last.
-    place = torch.where(idle, length, rows.target_row)[order]
-    place = place + torch.arange(count, device=idle.device) // chunk_rows * (length + 1)
-    seen = torch.zeros(parts * (length + 1), dtype=torch.bool, device=idle.device)
+    place = target_row.masked_fill(~supervised, positions)[order]
+    place = place + torch.arange(count, device=device) // chunk_rows * (positions + 1)
+    seen = torch.zeros(parts * (positions + 1), dtype=torch.bool, device=device)
     seen = seen.scatter_(0, place, True).view(parts, -1)[:, :-1]
-    numbers = torch.cat([(~idle).sum().view(1), seen.sum(1)]).tolist()
-    active, distinct = _whole_steps(numbers[0], count), numbers[1:]
     needed = torch.argsort((~seen).to(torch.uint8), dim=1, stable=True)
     local = seen.cumsum(1).sub_(1).clamp_(min=0)
-    return [
-        Part(
-            keep=(keep := order[start : min(start + chunk_rows, active)]),
-            positions=needed[i, : _whole_steps(max(1, distinct[i]), length)],
-            target_row=local[i, rows.target_row[keep]],
-        )
-        for i, start in enumerate(range(0, active, chunk_rows))
-    ]
+    numbers = torch.cat([supervised.sum().view(1), seen.sum(1)]).to("cpu", non_blocking=True)
+    arrived = None
+    if device.type == "cuda":
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def finish() -> list[Part]:
+        if arrived is not None:
+            arrived.synchronize()
+        total, *distinct = numbers.tolist()
+        active = _whole_steps(total, count)
+        return [
+            Part(
+                keep=(keep := order[start : min(start + chunk_rows, active)]),
+                positions=needed[i, : _whole_steps(max(1, distinct[i]), positions)],
+                target_row=local[i, target_row[keep]],
+            )
+            for i, start in enumerate(range(0, active, chunk_rows))
+        ]
+
+    return finish
 
 
 def _whole_steps(count: int, limit: int) -> int:
@@ -225,7 +249,7 @@ def _chunk(
     head_weight: Float[Tensor, "V H"],
     weights: LossWeights,
     logit_scale: float,
-) -> list[Float[Tensor, " M"]]:
+) -> Float[Tensor, "4 M"]:
     """`RowStats` fields of one chunk; with `row_weights`, the gradient takes the place of `logits`.
 
     Where there is a kernel, it does everything after the two products.
@@ -233,7 +257,7 @@ def _chunk(
     if _has_kernel(logits.device, weights):
         from dspark.kernels.loss import loss_terms
 
-        stats = loss_terms(
+        return loss_terms(
             logits,
             states @ head_weight.to(states.dtype).T,
             target_row,
@@ -246,7 +270,6 @@ def _chunk(
             scale=logit_scale,
             lk_eta=LK_ETA,
         )
-        return list(stats)
     target = target_probabilities(states, lse, head_weight, logit_scale, weights.target_norm)
     ce_labels = labels if weights.ce_label == "text" else maximum_and_index(target)[1][target_row]
     finished = []
@@ -260,10 +283,10 @@ def _chunk(
             weights,
             None if row_weights is None else row_weights[part],
         )
-        finished.append(vars(values).values())
+        finished.append(torch.stack(list(vars(values).values())))
         if grad is not None:
             logits[part] = _scaled(grad, logit_scale)
-    return [torch.cat(parts) for parts in zip(*finished, strict=True)]
+    return torch.cat(finished, dim=1)
 
 
 def _has_kernel(device: torch.device, weights: LossWeights) -> bool:
@@ -282,13 +305,20 @@ def vocabulary_loss(
     *,
     joint: Float[Tensor, "V J"] | None = None,
     static_shapes: bool = False,
+    parts: Callable[[], list[Part]] | None = None,
 ) -> tuple[Float[Tensor, ""], RowStats]:
     """sum_m weight_m * (weighted terms of row m), and the per-row statistics. Differentiable in features and bias.
 
     Not divided: the caller divides once by the weights summed over micro-batches and ranks. `joint` is `[head_weight, bias_weight]`
     in the features' dtype, where the caller has it already. `static_shapes` trades work on rows without weight and on repeated
-    target positions for shapes that are the same for every batch, so that the host need not wait for the device.
+    target positions for shapes that are the same for every batch, so that the host need not wait for the device. `parts` is what
+    `plan_parts` returned for these rows, where the caller has started it early.
     """
+    if static_shapes:
+        divided = fixed_parts(rows, chunk_rows)
+    else:
+        plan = parts or plan_parts(rows.weights != 0, rows.target_row, len(rows.target), chunk_rows)
+        divided = plan()
     with torch.autocast(rows.features.device.type, enabled=False):
         if joint is None:
             joint = joint_head(head_weight, bias_weight, rows.features.dtype)
@@ -300,8 +330,7 @@ def vocabulary_loss(
             rows,
             weights,
             logit_scale,
-            chunk_rows,
-            static_shapes,
+            divided,
             torch.is_grad_enabled(),
         )
     return total, RowStats(*stats)

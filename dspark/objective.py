@@ -8,14 +8,15 @@ micro-batches, accumulation and ranks can be added before the single division.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from dspark.blocks import DraftBatch, position_weights
-from dspark.losses import LossWeights, Rows, confidence_loss, vocabulary_loss
+from dspark.blocks import Blocks, DraftBatch, build_blocks, position_weights
+from dspark.losses import LossWeights, Part, Rows, confidence_loss, plan_parts, vocabulary_loss
 from dspark.nn.draft import Draft, DraftOutput
 
 
@@ -37,6 +38,36 @@ class LossSums:
     label_keep: Float[Tensor, " N"]
 
 
+def training_loss(
+    draft: Draft,
+    batch: DraftBatch,
+    weights: LossWeights,
+    *,
+    confidence_detach_inputs: bool,
+    chunk_rows: int,
+    static_shapes: bool = False,
+) -> LossSums:
+    """`draft_loss` of what the draft puts out for the batch.
+
+    Which rows the loss will need is worked out before the draft's forward pass is queued, so that the host, which must know how
+    many there are, does not wait for that pass to end.
+    """
+    blocks, parts = build_blocks(batch, draft.config), None
+    if not static_shapes:
+        supervised, target_row = blocks.supervised.flatten(), _target_rows(blocks, batch)
+        parts = plan_parts(supervised, target_row, batch.input_ids.numel(), chunk_rows)
+    return draft_loss(
+        draft,
+        draft(batch, blocks=blocks),
+        batch,
+        weights,
+        confidence_detach_inputs=confidence_detach_inputs,
+        chunk_rows=chunk_rows,
+        static_shapes=static_shapes,
+        parts=parts,
+    )
+
+
 def draft_loss(
     draft: Draft,
     output: DraftOutput,
@@ -46,23 +77,21 @@ def draft_loss(
     confidence_detach_inputs: bool,
     chunk_rows: int,
     static_shapes: bool = False,
+    parts: Callable[[], list[Part]] | None = None,
 ) -> LossSums:
     """Loss sums of one batch. `confidence_detach_inputs` keeps the confidence loss out of the backbone and the head.
 
-    `static_shapes`: see `vocabulary_loss`.
+    `static_shapes`, `parts`: see `vocabulary_loss`.
     """
     config, blocks = draft.config, output.blocks
-    shape = blocks.supervised.shape
     weight = position_weights(config.num_proposals, weights.decay_gamma, blocks.supervised.device)
     row_weights = (blocks.supervised * weight).flatten()
-    length = batch.input_ids.shape[1]
-    row_of_batch = torch.arange(shape[0], device=weight.device).view(-1, 1, 1) * length
     rows = Rows(
         features=output.hidden.flatten(0, 2),
         bias_features=None if output.features is None else output.features.flatten(0, 2),
         weights=row_weights,
         labels=draft.to_draft_ids(blocks.labels).flatten(),
-        target_row=(blocks.target_index + row_of_batch).flatten(),
+        target_row=_target_rows(blocks, batch),
         target=batch.last.flatten(0, 1),
         target_lse=batch.lse.flatten(),
     )
@@ -76,6 +105,7 @@ def draft_loss(
         chunk_rows,
         joint=draft.joint_head(output.hidden.dtype),
         static_shapes=static_shapes,
+        parts=parts,
     )
     numerator, confidence = vocabulary, vocabulary.new_zeros(())
     if draft.confidence_head is not None and weights.confidence:
@@ -100,3 +130,10 @@ def draft_loss(
         greedy_hit=per_position(stats.greedy_hit),
         label_keep=per_position(stats.label_keep),
     )
+
+
+def _target_rows(blocks: Blocks, batch: DraftBatch) -> Int[Tensor, " M"]:
+    """Of every proposal, the position of its verifier state among all `B * S` of the batch."""
+    count, length = batch.input_ids.shape
+    row = torch.arange(count, device=blocks.target_index.device).view(-1, 1, 1)
+    return (blocks.target_index + row * length).flatten()

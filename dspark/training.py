@@ -1,7 +1,7 @@
 """The only Lightning file: how a draft is optimised, validated by replay, and checkpointed.
 
-One step: `DraftModule.training_step` -> `DraftModule.forward` (`Draft.forward`, `draft_loss`) -> gradient of the loss *sum*;
-`on_before_optimizer_step` divides all gradients once by the supervised weight of every micro-batch and rank.
+One step: `DraftModule.training_step` -> `DraftModule.forward` -> `training_loss` (`Draft.forward`, `draft_loss`) -> gradient of the
+loss *sum*; `on_before_optimizer_step` divides all gradients once by the supervised weight of every micro-batch and rank.
 
 Under `trainer.strategy=fsdp2` every rank owns a shard of the trained weights, their gradients and the optimizer's state. The module
 is sharded as a whole: the loss reads head weights outside the draft's own forward, and a layer's context keys and values are
@@ -41,7 +41,7 @@ from dspark.graphs import StepGraph
 from dspark.losses import LossWeights
 from dspark.masters import MasterAdamW, round_matrices
 from dspark.nn.draft import Draft
-from dspark.objective import LossSums, draft_loss
+from dspark.objective import LossSums, training_loss
 from dspark.replay import Replay, replay_document
 from dspark.runs import Run, save_draft, write_table
 
@@ -154,9 +154,8 @@ class DraftModule(L.LightningModule):
 
     def sums(self, batch: DraftBatch) -> LossSums:
         batch = self.normed(batch)
-        return draft_loss(
+        return training_loss(
             self.draft,
-            self.draft(batch),
             batch,
             self.loss_weights,
             confidence_detach_inputs=self.confidence_detach_inputs,

@@ -51,9 +51,9 @@ from dspark.config import DraftConfig  # noqa: E402
 from dspark.graphs import StepGraph  # noqa: E402
 from dspark.losses import LossWeights  # noqa: E402
 from dspark.masters import round_matrices  # noqa: E402
-from dspark.nn.draft import Draft  # noqa: E402
+from dspark.nn.draft import Draft, DraftOutput  # noqa: E402
 from dspark.nn.float8 import require_float8, use_float8  # noqa: E402
-from dspark.objective import LossSums, draft_loss  # noqa: E402
+from dspark.objective import LossSums, training_loss  # noqa: E402
 from dspark.vocab import VocabMap  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -342,6 +342,7 @@ class Ours:
             self._graph = StepGraph(self._sums, list(self.draft.parameters()), accumulate=1)
         else:
             self.draft.layers[0].register_forward_pre_hook(self._context_done)
+            self.draft.register_forward_hook(self._layers_done)
 
     def _context_done(self, layer: Any, inputs: tuple[Any, ...]) -> None:
         self._mark("context")
@@ -349,14 +350,13 @@ class Ours:
         if keys.requires_grad:
             keys.register_hook(lambda grad: self._mark("layers backward"))
 
+    def _layers_done(self, draft: Draft, inputs: tuple[Any, ...], output: DraftOutput) -> None:
+        self._mark("layers")
+        output.hidden.register_hook(lambda grad: self._mark("loss backward"))
+
     def _sums(self, batch: DraftBatch) -> LossSums:
-        output = self.draft(batch)
-        if self._graph is None:
-            self._mark("layers")
-            output.hidden.register_hook(lambda grad: self._mark("loss backward"))
-        return draft_loss(
+        return training_loss(
             self.draft,
-            output,
             batch,
             LOSS,
             confidence_detach_inputs=False,

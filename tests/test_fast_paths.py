@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from dspark.losses import ROW_STEP, Rows, fixed_parts, maximum_and_index, supervised_parts
+from dspark.losses import ROW_STEP, Rows, fixed_parts, maximum_and_index, plan_parts
 from dspark.nn.attention import GROUP, KEY_STEP, _padded
 from dspark.nn.backbone import RMSNorm, Rotary
 from tests.builders import random_batch, random_draft
@@ -70,6 +70,10 @@ def rows_of(weights, target_row, positions):
         target=torch.zeros(positions, 4),
         target_lse=torch.zeros(positions),
     )
+
+
+def supervised_parts(rows, chunk_rows):
+    return plan_parts(rows.weights != 0, rows.target_row, len(rows.target), chunk_rows)()
 
 
 def test_supervised_rows_come_first_and_in_whole_steps():

@@ -16,7 +16,7 @@ from dspark.losses import (
     target_probabilities,
     vocabulary_loss,
 )
-from dspark.objective import draft_loss
+from dspark.objective import draft_loss, training_loss
 from tests.builders import random_batch, random_draft
 
 ALONE = [{name: 1.0} for name in TERMS]
@@ -173,6 +173,26 @@ def test_garbage_in_padding_changes_no_bit_of_loss_gradient_or_metric():
     for name in ("numerator", "denominator", "count", "alpha", "greedy_hit", "label_keep"):
         assert torch.equal(getattr(sums, name), getattr(again, name)), name
     assert all(torch.equal(a, b) for a, b in zip(grads, other, strict=True))
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_parts_planned_before_the_forward_pass_give_the_same_bits(static):
+    draft = random_draft()
+    batch = random_batch(draft.config, anchors=20, rows=((23, 17), (12,)))
+    settings = {"confidence_detach_inputs": False, "chunk_rows": 16, "static_shapes": static}
+    weights = loss_weights({"ce": 0.1, "tv": 0.9})
+
+    def run(sums):
+        draft.zero_grad()
+        sums.numerator.backward()
+        return sums, [p.grad.clone() for p in draft.parameters()]
+
+    late, wanted = run(draft_loss(draft, draft(batch), batch, weights, **settings))
+    early, got = run(training_loss(draft, batch, weights, **settings))
+    assert early.count.sum() > 32  # several parts
+    for name, value in vars(late).items():
+        assert torch.equal(getattr(early, name), value), name
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
 def test_detached_confidence_leaves_the_backbone_alone_and_attached_reaches_it():

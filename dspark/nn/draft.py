@@ -153,12 +153,14 @@ class Draft(nn.Module):
 
     # ---- blocks in parallel: training and replay
 
-    def forward(self, batch: DraftBatch, attention_backend: str | None = None) -> DraftOutput:
+    def forward(
+        self, batch: DraftBatch, attention_backend: str | None = None, blocks: Blocks | None = None
+    ) -> DraftOutput:
         """Hidden states and head features of every proposal of every block, conditioned on the text.
 
-        `attention_backend` overrides the draft's own for this call.
+        `attention_backend` overrides the draft's own for this call. `blocks` are the batch's, where the caller has built them.
         """
-        blocks = build_blocks(batch, self.config)
+        blocks = blocks or build_blocks(batch, self.config)
         # Replay, whose documents all have other lengths, runs without gradient: compiling for each would never end.
         compiled = self.compile_regions and batch.aux.is_cuda and torch.is_grad_enabled()
         context = self.context(batch.aux, compiled)

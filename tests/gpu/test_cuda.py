@@ -9,7 +9,7 @@ import torch
 
 from dspark.graphs import StepGraph
 from dspark.losses import LossWeights
-from dspark.objective import draft_loss
+from dspark.objective import draft_loss, training_loss
 from tests.builders import random_batch, random_draft
 
 pytestmark = [
@@ -101,3 +101,31 @@ def test_a_replayed_step_equals_the_ordinary_one_also_after_the_weights_have_mov
         for parameter, b in zip(parameters, wanted, strict=True):
             assert (parameter.grad - b).norm() <= 5e-3 * b.norm() + 1e-5
         optimizer.step()
+
+
+@pytest.mark.parametrize("static_shapes", [False, True])
+def test_a_step_never_waits_for_the_device_but_for_the_numbers_of_its_parts(static_shapes):
+    """That one wait is for an event, which torch does not take for a synchronisation."""
+    draft = random_draft(backend="auto", **GEOMETRY).cuda()
+
+    def step(seed):
+        batch = random_batch(draft.config, anchors=32, rows=((120, 60), (90, 100)), seed=seed).to("cuda")
+        draft.zero_grad()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if seed else "default")
+        try:
+            with torch.autocast("cuda", torch.bfloat16):
+                sums = training_loss(
+                    draft,
+                    batch,
+                    WEIGHTS,
+                    confidence_detach_inputs=False,
+                    chunk_rows=64,
+                    static_shapes=static_shapes,
+                )
+            sums.numerator.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    for seed in range(3):  # the first compiles
+        step(seed)

@@ -105,8 +105,9 @@ def test_a_replayed_step_equals_the_ordinary_one_also_after_the_weights_have_mov
 
 @pytest.mark.parametrize("static_shapes", [False, True])
 def test_a_step_never_waits_for_the_device_but_for_the_numbers_of_its_parts(static_shapes):
-    """That one wait is for an event, which torch does not take for a synchronisation."""
+    """That one wait is for an event, which torch does not take for a synchronisation, and which precedes the forward pass."""
     draft = random_draft(backend="auto", **GEOMETRY).cuda()
+    draft.register_forward_pre_hook(lambda *_: torch.cuda._sleep(2_000_000_000))  # a pass of about a second
 
     def step(seed):
         batch = random_batch(draft.config, anchors=32, rows=((120, 60), (90, 100)), seed=seed).to("cuda")
@@ -123,6 +124,7 @@ def test_a_step_never_waits_for_the_device_but_for_the_numbers_of_its_parts(stat
                     chunk_rows=64,
                     static_shapes=static_shapes,
                 )
+            assert seed == 0 or not torch.cuda.current_stream().query()
             sums.numerator.backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -113,7 +113,7 @@ def test_a_step_never_waits_for_the_device_but_for_the_numbers_of_its_parts(stat
         batch = random_batch(draft.config, anchors=32, rows=((120, 60), (90, 100)), seed=seed).to("cuda")
         draft.zero_grad()
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if seed else "default")
+        torch.cuda.set_sync_debug_mode("error" if seed > 1 else "default")
         try:
             with torch.autocast("cuda", torch.bfloat16):
                 sums = training_loss(
@@ -124,10 +124,10 @@ def test_a_step_never_waits_for_the_device_but_for_the_numbers_of_its_parts(stat
                     chunk_rows=64,
                     static_shapes=static_shapes,
                 )
-            assert seed == 0 or not torch.cuda.current_stream().query()
+            assert seed <= 1 or not torch.cuda.current_stream().query()
             sums.numerator.backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    for seed in range(3):  # the first compiles
+    for seed in range(4):  # the first two may compile
         step(seed)

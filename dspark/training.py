@@ -14,6 +14,7 @@ With `trainer.precision=bf16-masters` the draft computes, and is validated, with
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ import lightning as L
 import pandas as pd
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -351,6 +353,29 @@ def whole_tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     """A module's state, gathered where it is sharded: all ranks must call this together."""
     state = module.state_dict()
     return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+
+
+class StreamedCheckpoints(TorchCheckpointIO):
+    """`last.ckpt` written straight to its folder, under a temporary name until it is whole, and read by mapping it.
+
+    Lightning's own way builds the file in memory, writes it to the system's temporary folder and moves it from there. The state
+    of a large draft takes 14 bytes a weight, which neither memory nor that folder may have to spare.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".tmp")
+        torch.save(checkpoint, temporary)
+        os.replace(temporary, path)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Tensors are copies on write, so that training does not touch the file."""
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
 
 
 class MetricTotals:

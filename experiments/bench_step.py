@@ -637,6 +637,8 @@ def measure(settings: Settings, say: Callable[[str], None]) -> list[dict[str, An
     times = time_side_by_side(
         contenders, problem.device, warmup=settings.warmup, repeats=settings.repeats, say=say
     )
+    medians = {name: statistics.median(phases["step"]) for name, phases in times.items()}
+    say("medians: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in medians.items()))
     if settings.profile:
         write_profile(contenders[0], problem.device, settings.profile)
         say(f"profile of {contenders[0].name} in {settings.profile}")

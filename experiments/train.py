@@ -35,6 +35,7 @@ from dspark.training import (
     DraftData,
     DraftModule,
     MetricsTable,
+    StreamedCheckpoints,
     check_parallel,
     checkpoint_path,
 )
@@ -422,6 +423,7 @@ def build_trainer(cfg: DictConfig, run: Run, rows: PackedRows, precision: str, s
             TensorBoardLogger(run.path, name="", version="logs"),
         ],
         callbacks=callbacks,
+        plugins=[StreamedCheckpoints()],
         enable_progress_bar=bool(options.progress),
         enable_model_summary=False,
         use_distributed_sampler=False,

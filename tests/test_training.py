@@ -18,7 +18,7 @@ from dspark.data.synthetic import synthetic_cache
 from dspark.losses import LossWeights
 from dspark.objective import draft_loss
 from dspark.runs import Run, load_draft
-from dspark.training import DraftModule, lr_scale
+from dspark.training import DraftModule, StreamedCheckpoints, lr_scale
 from experiments.cli import CONFIGS
 from experiments.train import train
 from tests.builders import random_batch, random_draft
@@ -134,6 +134,18 @@ def test_a_checkpoint_holds_moments_and_schedule(tiny_cache, tmp_path):
     assert all(m["exp_avg"].abs().sum() > 0 for m in moments.values())
     assert {float(m["step"]) for m in moments.values()} == {6.0}
     assert state["lr_schedulers"][0]["last_epoch"] == 6
+
+
+def test_a_checkpoint_replaces_the_former_only_when_it_is_whole(tmp_path):
+    files, path = StreamedCheckpoints(), tmp_path / "new" / "last.ckpt"
+    files.save_checkpoint({"w": torch.ones(3)}, path)
+    with pytest.raises(AttributeError, match="pickle"):
+        files.save_checkpoint({"w": torch.zeros(3), "cannot": lambda: None}, path)
+    files.load_checkpoint(path)["w"].zero_()  # training goes on in the tensors that were loaded
+    assert files.load_checkpoint(path)["w"].tolist() == [1.0, 1.0, 1.0]
+    files.save_checkpoint({"w": torch.zeros(3)}, path)
+    assert files.load_checkpoint(path)["w"].tolist() == [0.0, 0.0, 0.0]
+    assert [p.name for p in path.parent.iterdir()] == ["last.ckpt"]
 
 
 def test_resuming_with_another_contract_names_both_values(tiny_cache, tmp_path):

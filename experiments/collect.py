@@ -39,7 +39,7 @@ from dspark.data.online import OnlineFeatures
 from dspark.data.prompts import Prompt, read_jsonl, self_prompts
 from dspark.data.responses import TokenDocument, TokenSet, answer_prompts
 from dspark.data.synthetic import tiny_verifier
-from dspark.data.templates import template_prompts
+from dspark.data.templates import opening_of, template_prompts
 from dspark.runs import current_command
 from dspark.verifier import COMPUTE_DTYPES, Verifier, VerifierInfo, check_aux_layer_ids, default_aux_layer_ids
 from experiments.cli import CONFIGS, command
@@ -463,23 +463,28 @@ def read_prompts(cfg: DictConfig, verifier: Verifier) -> tuple[list[Prompt], Cou
         )
     prompts = template_prompts(counts=dict(data.counts), domains=list(data.domains), seed=int(data.seed))
     skipped: Counter[str] = Counter()
-    if sum(data.self_counts.values()):
+    openings = partial(opening_of, domains=list(data.opened_domains), seed=int(data.seed))
+    for kind, counts, opening in (("self", data.self_counts, None), ("opened", data.opened_counts, openings)):
+        if not sum(counts.values()):
+            continue
         console.print(
-            f"{verifier.info.name} writes {sum(data.self_counts.values())} prompts of its own",
+            f"{verifier.info.name} writes {sum(counts.values())} prompts"
+            + (" from our first words" if opening else " of its own"),
             highlight=False,
         )
         own, left_out = self_prompts(
             verifier,
-            counts=dict(data.self_counts),
+            counts=dict(counts),
             seed=int(data.seed),
             temperature=float(data.self_temperature),
             max_new_tokens=int(data.self_max_tokens),
             batch_size=int(data.responses.batch_size),
             template_options=template_options(cfg),
+            opening=opening,
         )
         known = {p.prompt_id for p in prompts}
         prompts += [p for p in own if p.prompt_id not in known]
-        skipped.update({f"self_{k}": v for k, v in left_out.items()})
+        skipped.update({f"{kind}_{k}": v for k, v in left_out.items()})
     if cfg.limit:
         skipped["over_limit"] += max(0, len(prompts) - int(cfg.limit))
         prompts = evenly(prompts, int(cfg.limit))

@@ -19,6 +19,10 @@ from dspark.verifier import Verifier
 # New tokens a row up to which grouped attention beats the fused kernel on a CPU.
 FEW_TOKENS = 16
 
+# Share of a batch that may have finished before its rows are dropped. Dropping copies all keys and values, which costs a GPU more
+# than a step of idle rows; a CPU pays for every row.
+IDLE_SHARE = {"cpu": 0.0, "cuda": 1 / 8}
+
 # Finite, so that queries of padding, which see nothing, stay finite too.
 LOWEST = torch.finfo(torch.float32).min
 
@@ -46,8 +50,9 @@ def generate(
 ) -> Iterator[tuple[int, Response]]:
     """Yield (index of the request, its response) in order of completion.
 
-    Requests of similar prompt length share a batch; finished rows leave it. Temperature 0 takes the arg max; otherwise one
-    uniform number a token, from the row's own generator, picks from the fp32 distribution by its cumulative sum.
+    Requests of similar prompt length share a batch; finished rows leave it, on a GPU some at a time (`IDLE_SHARE`). Temperature
+    0 takes the arg max; otherwise one uniform number a token, from the row's own generator, picks from the fp32 distribution by
+    its cumulative sum.
     """
     order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), i))
     for start in range(0, len(order), batch_size):
@@ -66,36 +71,43 @@ def _generate_batch(
         prompt = torch.as_tensor(list(requests[r].prompt_ids))
         ids[b, longest - len(prompt) :], mask[b, longest - len(prompt) :] = prompt, 1
     ids, mask = ids.to(device), mask.to(device)
-    generators = {r: torch.Generator().manual_seed(requests[r].seed) for r in rows}
-    texts: dict[int, list[int]] = {r: [] for r in rows}
+    temperatures = torch.tensor([requests[r].temperature for r in rows])
+    draws = torch.stack([_uniform(requests[r], max_new_tokens) for r in rows])
+    texts: list[list[int]] = [[] for _ in rows]
+    going = [True] * len(rows)
     cache = Cache(layer_class_to_replicate=GrowingLayer)
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    while rows:
+    for step in range(max_new_tokens):
         hidden = verifier.decoder(
             input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
         ).last_hidden_state[:, -1]
-        temperatures = torch.tensor([requests[r].temperature for r in rows])
-        draws = torch.tensor([torch.rand((), generator=generators[r], dtype=torch.float64) for r in rows])
-        tokens = pick_tokens(verifier.next_logits(hidden), temperatures, draws)
-        going = []
-        for b, (r, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
-            texts[r].append(token)
-            if token in stop:
-                yield r, Response(texts[r], "stop")
-            elif len(texts[r]) >= max_new_tokens:
-                yield r, Response(texts[r], "length")
-            else:
-                going.append(b)
-        if len(going) < len(rows):
-            keep = torch.tensor(going, dtype=torch.long, device=device)
-            rows = [rows[b] for b in going]
-            if not rows:
-                return
+        tokens = pick_tokens(verifier.next_logits(hidden), temperatures, draws[:, step])
+        for b, token in enumerate(tokens.tolist()):
+            if going[b]:
+                texts[b].append(token)
+                if token in stop or step + 1 == max_new_tokens:
+                    going[b] = False
+                    yield rows[b], Response(texts[b], "stop" if token in stop else "length")
+        if not any(going):
+            return
+        tokens = tokens.to(device)
+        if going.count(False) > IDLE_SHARE.get(device.type, 0.0) * len(rows):
+            left = [b for b, goes_on in enumerate(going) if goes_on]
+            rows, texts, going = [rows[b] for b in left], [texts[b] for b in left], [True] * len(left)
+            temperatures, draws = temperatures[left], draws[left]
+            keep = torch.tensor(left, device=device)
             cache.batch_select_indices(keep)
-            tokens, mask, positions = tokens.to(device)[keep], mask[keep], positions[keep]
-        ids = tokens.to(device)[:, None]
+            tokens, mask, positions = tokens[keep], mask[keep], positions[keep]
+        ids = tokens[:, None]
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
         positions = positions[:, -1:] + 1
+
+
+def _uniform(request: Request, count: int) -> Tensor:
+    """The row's own numbers in [0, 1), fp64; a greedy row uses none."""
+    if not request.temperature > 0:
+        return torch.zeros(count, dtype=torch.float64)
+    return torch.rand(count, generator=torch.Generator().manual_seed(request.seed), dtype=torch.float64)
 
 
 def pick_tokens(logits: Tensor, temperatures: Tensor, draws: Tensor) -> Tensor:

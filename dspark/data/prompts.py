@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 ROLES = ("system", "user", "assistant")
 
-# Self-written prompts drawn beyond the wanted number in each of up to three attempts.
+# Self-written prompts drawn beyond the wanted number, then beyond twice the missing number, in each of up to three attempts.
 SPARE_DRAWS = 8
 
 
@@ -52,6 +52,15 @@ class Prompt:
         messages = (*head, *({"role": "user", "content": t} for t in turns))
         ends = tuple(len(head) + i + 1 for i in range(len(turns)))
         return cls(messages=messages, turn_ends=ends, domain=domain, split=split)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """The first words of a user turn that the verifier goes on to write; `ending` is added to what it wrote."""
+
+    text: str
+    domain: str
+    ending: str = ""
 
 
 def read_jsonl(
@@ -142,30 +151,41 @@ def self_prompts(
     max_new_tokens: int,
     batch_size: int,
     template_options: Mapping[str, Any],
+    opening: Callable[[int], Opening] | None = None,
 ) -> tuple[list[Prompt], Counter[str]]:
     """Prompts that the verifier writes itself: it continues an opened user turn until it ends that turn.
 
-    `counts[split]` prompts are wanted per split; up to about three are drawn for each. Returned with counts of draws left out:
+    `opening(i)` begins the turn of draw i and names its domain; by default a turn is open from its first word and its domain is
+    `self`. `counts[split]` prompts are wanted per split; up to three attempts are made. Returned with counts of draws left out:
     `unfinished` (no end of turn within `max_new_tokens`), `empty`, `duplicate`.
 
     Raises:
         ValueError: if too few usable prompts came out.
     """
     wanted = sum(counts.values())
-    opened = verifier.encode(_open_user_turn(verifier, template_options))
+    opened = _open_user_turn(verifier, template_options)
     specials = set(verifier.tokenizer.all_special_ids)
-    texts: dict[str, None] = {}
+    texts: dict[str, str] = {}  # and their domains
     left_out: Counter[str] = Counter()
     for attempt in range(3):
         if len(texts) >= wanted:
             break
+        draws = range((wanted if attempt == 0 else 2 * (wanted - len(texts))) + SPARE_DRAWS)
+        openings = [
+            opening(attempt * 100_003 + i) if opening else Opening(text="", domain="self") for i in draws
+        ]
         requests = [
-            Request(prompt_ids=opened, temperature=temperature, seed=seed * 1_000_003 + attempt * 100_003 + i)
-            for i in range(wanted + SPARE_DRAWS)
+            Request(
+                prompt_ids=verifier.encode(opened + o.text),
+                temperature=temperature,
+                seed=seed * 1_000_003 + attempt * 100_003 + i,
+            )
+            for i, o in zip(draws, openings, strict=True)
         ]
         drawn = dict(generate(verifier, requests, max_new_tokens=max_new_tokens, batch_size=batch_size))
-        for _, response in sorted(drawn.items()):
-            text = verifier.tokenizer.decode(response.token_ids[:-1]).strip()
+        for i, response in sorted(drawn.items()):
+            written = verifier.tokenizer.decode(response.token_ids[:-1])
+            text = (openings[i].text + written).strip() + openings[i].ending
             if response.finish_reason != "stop":
                 left_out["unfinished"] += 1
             elif len(text) < 8 or specials & set(response.token_ids[:-1]):
@@ -173,7 +193,7 @@ def self_prompts(
             elif text in texts:
                 left_out["duplicate"] += 1
             else:
-                texts[text] = None
+                texts[text] = openings[i].domain
     if len(texts) < wanted:
         raise ValueError(
             f"{verifier.info.name!r} wrote {len(texts)} usable prompts of {wanted} wanted; left out: {dict(left_out)}. "
@@ -181,7 +201,8 @@ def self_prompts(
         )
     names = [split for split, count in counts.items() for _ in range(count)]
     return [
-        Prompt.from_turns([t], domain="self", split=s) for t, s in zip(texts, names, strict=False)
+        Prompt.from_turns([text], domain=domain, split=split)
+        for (text, domain), split in zip(texts.items(), names, strict=False)
     ], left_out
 
 

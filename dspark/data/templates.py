@@ -11,7 +11,7 @@ import random
 import re
 from collections.abc import Sequence
 
-from dspark.data.prompts import Prompt
+from dspark.data.prompts import Opening, Prompt
 
 DOMAINS = ("math", "code", "chat")
 
@@ -498,10 +498,62 @@ CHAT: dict[str, tuple[str, ...]] = {
 
 TEMPLATES = {"math": MATH, "code": CODE, "chat": CHAT}
 
+# First words of a user turn, for a verifier that writes the rest. For training only: what follows is not ours to keep apart.
+OPENINGS: dict[str, tuple[str, ...]] = {
+    "math": (
+        "{name} has {n:3-60} {goods}", "{name} buys {n:2-12} {goods}", "{name} wants to buy", "A {place} sells {goods} for ${n:2-20}",
+        "There are {n:8-90} {animal}", "A {vehicle} travels {n:40-400:10}", "{name} and {name2} share", "{name} earns ${n:8-40} an hour",
+        "A {container} holds {n:4-40} {goods}", "{name} is {n:5-60} years old", "In a class of {n:15-40} students,",
+        "A {job} works {n:3-10} hours", "If it takes {name} {n:2-40} minutes", "At the {place}, {goods} cost", "{name} spent ${n:5-200:5}",
+        "{name} {activity} for {n:15-60:5} minutes", "{name} is making", "{name} bakes", "A store offers", "{name} saves ${n:5-90:5}",
+        "{name} needs {n:2-30}", "Half of the {goods}", "The price of a", "{name} has twice as many", "A tank holds {n:20-900:20} liters",
+        "Each {job} at the", "Over the weekend, {name}", "Find the sum of", "Find all solutions to the equation", "Solve for $x$:",
+        "What is the value of $", "Let $f(x) =", "Simplify $", "Evaluate $", "Compute $", "How many positive integers",
+        "What is the probability that", "The area of a triangle", "A rectangle has a length of {n:4-30}", "What is the remainder when",
+        "The sum of two numbers is {n:10-90}", "Calculate the average of", "A circle has a radius of {n:2-20}",
+        "What percent of {n:40-900:10}", "Suppose that $x", "What is the least common multiple of", "Factor the polynomial",
+        "If $x +", "Let $a$ and $b$ be", "A bag contains {n:2-20} red marbles", "How many ways are there to", "The function $f",
+    ),
+    "code": (
+        "Write a Python function that", "Write a Python function to", "Write a function to find", "Write a function to check whether",
+        "Write a function that takes a list of", "Write a function to remove", "Write a function to count", "Write a function to sort",
+        "Write a function that returns", "Write a function to calculate", "Write a function to convert", "Write a Python program that",
+        "Implement a function that", "Write a solution to the following problem:\n\n```python\ndef",
+        "Complete the following Python function:\n\n```python\ndef", "Complete this function:\n\n```python\nfrom typing import List\n\n\ndef",
+        "Given a string,", "Given a list of integers,", "Given an array of numbers,", "Write a Python class", "Write a JavaScript function",
+        "Create a SQL query", "How can I use Python to", "Explain what this code does:\n\n```python\n", "Fix the bug in this code:\n\n```python\n",
+        "Write a regular expression", "Implement {structure} in Python", "Write a script that", "Write a C++ program", "Using Python,",
+        "Write unit tests for", "Explain {concept} in Python", "Create a Python function called", "I have a list of",
+    ),
+    "chat": (
+        "Write an email", "Write a short story about", "Explain {topic}", "Compose a", "Imagine you are", "What are", "Why do", "How does",
+        "Describe", "Summarize this text:\n\n", "Rewrite the following", "I'm a {job} and", "Can you help me", "What is the difference between",
+        "Give me", "Suggest", "Write a poem about", "Compare", "You are a {job}.", "Create a", "Draft a", "Tell me about", "Extract the",
+        "Write a blog post about", "Act as a {job}", "Design a", "Answer the following question:", "Analyze", "Provide a", "Which", "Who",
+        "Pretend to be", "I want to", "My friend", "Is it", "Should I", "Write a speech", "List", "Edit the following paragraph", "Develop a plan",
+        "What would happen if", "Discuss", "Prepare", "How do I", "Given the following", "Make a",
+    ),
+}  # fmt: skip
+
 _SLOT = re.compile(r"\{([A-Za-z]+)(\d?)(?::(\d+)-(\d+)(?::(\d+))?)?\}")
 
 # "a" before a vowel that a slot brought; "one-week" and the like keep theirs.
 _ARTICLE = re.compile(r"\b([Aa]) (?=[aeio](?!ne\b))")
+
+
+# What half of the opened mathematics problems end with: the customary instruction of evaluation sets (Qwen2.5-Math).
+_BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+def opening_of(index: int, *, domains: Sequence[str], seed: int) -> Opening:
+    """The opening of draw `index`; domains take turns. Raises ValueError for an unknown domain."""
+    if unknown := sorted(set(domains) - set(OPENINGS)):
+        raise ValueError(f"unknown prompt domains {unknown}; expected some of {tuple(OPENINGS)}.")
+    rng = random.Random(f"{seed}/opening/{index}")
+    domain = domains[index % len(domains)]
+    text = fill(rng.choice(OPENINGS[domain]), split="train", rng=rng)
+    ending = "" if domain != "math" else _BOXED if rng.random() < 0.5 else rng.choice(_REASONING)
+    return Opening(text=text, domain=domain, ending=ending)
 
 
 def template_prompts(*, counts: dict[str, int], domains: Sequence[str], seed: int) -> list[Prompt]:

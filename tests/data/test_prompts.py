@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from dspark.data.prompts import Prompt, read_jsonl, self_prompts, split_of
+from dspark.data.prompts import Opening, Prompt, read_jsonl, self_prompts, split_of
 from dspark.data.synthetic import tiny_verifier
-from dspark.data.templates import DOMAINS, TASKS, TEMPLATES, template_prompts
+from dspark.data.templates import DOMAINS, TASKS, TEMPLATES, opening_of, template_prompts
 
 ALL = {"train": 1.0}
 SPLIT = {"train": 0.8, "validation": 0.1, "test": 0.1}
@@ -169,6 +170,40 @@ def test_a_verifier_writes_its_own_prompts() -> None:
     assert again == prompts
     with pytest.raises(ValueError, match=r"wrote \d+ usable prompts of 2 wanted; left out:"):
         self_prompts(verifier, counts={"train": 2}, **{**arguments, "max_new_tokens": 1})
+
+
+def test_an_opening_begins_the_prompt_that_the_verifier_writes_and_names_its_domain() -> None:
+    verifier = tiny_verifier()
+    given = [Opening(text=f"word {i}", domain="ab"[i % 2], ending=" END") for i in range(40)]
+    prompts, _ = self_prompts(
+        verifier,
+        counts={"train": 3},
+        seed=3,
+        temperature=1.0,
+        max_new_tokens=160,
+        batch_size=32,
+        template_options={},
+        opening=lambda i: given[i % 40],
+    )
+    for prompt in prompts:
+        text = prompt.messages[0]["content"]
+        assert text.startswith("word ")
+        assert text.endswith(" END")
+        assert prompt.domain == "ab"[int(text.split()[1][0]) % 2] or not text.split()[1].isdigit()
+    assert len({p.prompt_id for p in prompts}) == 3
+
+
+def test_openings_take_turns_between_domains_and_repeat() -> None:
+    drawn = [opening_of(i, domains=DOMAINS, seed=5) for i in range(300)]
+    assert drawn == [opening_of(i, domains=DOMAINS, seed=5) for i in range(300)]
+    assert [o.domain for o in drawn[:6]] == [*DOMAINS, *DOMAINS]
+    assert len({o.text for o in drawn}) > 150
+    assert not [o for o in drawn if re.search(r"\{[A-Za-z]+\d?[:}]", o.text)], "a slot was left open"
+    boxed = [o.ending.endswith("\\boxed{}.") for o in drawn if o.domain == "math"]
+    assert 0.3 < sum(boxed) / len(boxed) < 0.7
+    assert not any(o.ending for o in drawn if o.domain != "math")
+    with pytest.raises(ValueError, match="unknown prompt domains"):
+        opening_of(0, domains=["cooking"], seed=0)
 
 
 def test_prompt_ids_are_content_hashes() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dspark.data.capture import capture_batch, capture_documents, length_batches, recheck
-from dspark.data.generation import Request, Response, generate, pick_tokens
+from dspark.data.generation import IDLE_SHARE, Request, Response, generate, pick_tokens
 from dspark.data.prompts import Prompt
 from dspark.data.responses import TokenDocument, TokenSet, answer_prompts
 from dspark.data.synthetic import FAMILIES, MASK_TOKEN, tiny_documents, tiny_prompts, tiny_verifier
@@ -85,6 +85,17 @@ def test_sampled_rows_do_not_depend_on_their_batch(verifier: Verifier) -> None:
     together = dict(generate(verifier, asked, max_new_tokens=10, batch_size=9))
     apart = dict(generate(verifier, asked, max_new_tokens=10, batch_size=2))
     assert together == apart
+
+
+@pytest.mark.parametrize("share", [0.2, 1.0])
+def test_rows_that_idle_in_their_batch_change_nothing(
+    share: float, verifier: Verifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = requests(12, temperature=1.0)
+    plain = dict(generate(verifier, asked, max_new_tokens=40, batch_size=12))
+    assert len({len(r.token_ids) for r in plain.values()}) > 1, "rows must finish at different times"
+    monkeypatch.setitem(IDLE_SHARE, "cpu", share)
+    assert dict(generate(verifier, asked, max_new_tokens=40, batch_size=12)) == plain
 
 
 def test_sampling_follows_the_distribution_at_its_temperature() -> None:

@@ -1,8 +1,8 @@
 """A feature cache of random hidden states, to rehearse and time a recipe before its verifier has been captured.
 
-    python -m experiments.random_cache --geometry kimi --documents 24 --tokens 20000 --out data/cache/random-kimi
-    python -m experiments.train experiment=kimi_k27_code data.cache=data/cache/random-kimi trainer.devices=1 trainer.accumulate=8 \\
-        trainer.max_steps=50 trainer.val_every=50
+    python -m experiments.random_cache --geometry kimi --documents 96 --tokens 2500 --out data/cache/random-kimi
+    python -m experiments.train experiment=kimi_k27_code data.cache=data/cache/random-kimi verifier.aux_layer_ids=null \\
+        verifier.mask_token_id=null trainer.devices=1 trainer.accumulate=8 trainer.max_steps=50 trainer.val_every=50
 
 Shapes and dtypes are those of a captured cache (`experiments/bench_step.py` has the geometries); the verifier's rows are random
 too, so nothing can be learned from it but how fast and in how much memory a training runs. Held-out documents are short.

@@ -68,7 +68,7 @@ def measure_steps(
 
 
 def _step(model: Any, *, rows: int, columns: int, context: int) -> Callable[[], None]:
-    """One forward over [rows, columns] new tokens behind `context` cached ones; the cache is cropped back afterwards."""
+    """One forward over [rows, columns] new tokens behind `context` cached ones; the cache is put back afterwards."""
     from transformers import DynamicCache
 
     device, vocab = model.device, model.get_input_embeddings().weight.shape[0]
@@ -77,6 +77,8 @@ def _step(model: Any, *, rows: int, columns: int, context: int) -> Callable[[], 
     )
     cache = DynamicCache()
     model(input_ids=ids[:, :context], past_key_values=cache, use_cache=True, logits_to_keep=1)
+    # Put back after each step, and held: a captured forward goes on reading them.
+    held = [(layer.keys, layer.values) for layer in cache.layers]
     new = ids[:, context:].contiguous()
     positions = torch.arange(context, context + columns, device=device).expand(rows, columns)
     # A ready-made 4-D mask keeps data-dependent checks out of the captured forward.
@@ -88,7 +90,8 @@ def _step(model: Any, *, rows: int, columns: int, context: int) -> Callable[[], 
         model(
             input_ids=new, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
         )
-        cache.crop(-columns)
+        for layer, (keys, values) in zip(cache.layers, held, strict=True):
+            layer.keys, layer.values = keys, values
 
     return step
 

@@ -142,3 +142,17 @@ def test_the_jagged_example_is_not_convex():
     jagged = CostTable.read(next(p for p in SHIPPED if p.stem == "jagged_synthetic"))
     assert jagged.kind == "typed"
     assert not jagged.is_convex(512)
+
+
+def test_the_gpu_table_is_nearly_flat_dips_and_stays_positive_where_it_is_extrapolated():
+    gpu = CostTable.read(next(p for p in SHIPPED if p.stem == "smollm2_h200"))
+    assert gpu.kind == "measured"
+    assert gpu.provenance["cuda_graph"]
+    assert not gpu.has_draft
+    dip = gpu.verify_ms_at(np.array([192, 256]))
+    assert dip[1] < dip[0]
+    assert gpu.verify_ms_at(np.array([512]))[0] < 3 * gpu.verify_ms_at(np.array([1]))[0]
+    assert not gpu.is_convex(256)
+    beyond = np.arange(1025, 4097)
+    assert gpu.is_extrapolated(beyond).all()
+    assert (np.diff(gpu.sps(requests=256, max_tokens=4096)[beyond]) <= 0).all()

@@ -265,7 +265,7 @@ def test_the_notebook_runs_on_a_small_grid(grid, monkeypatch):
             if cell["cell_type"] == "code":
                 exec(compile("".join(cell["source"]), NOTEBOOK.name, "exec"), scope)
         figures = [plt.figure(number) for number in plt.get_fignums()]
-        assert len(figures) == 4
+        assert len(figures) == 5
         for figure in figures:
             figure.canvas.draw()
             assert all(ax.lines or ax.collections for ax in figure.axes)

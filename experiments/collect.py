@@ -37,7 +37,7 @@ from dspark.data.features import (
 from dspark.data.foreign import ForeignRow, foreign_documents, read_speculators, read_vllm
 from dspark.data.online import OnlineFeatures
 from dspark.data.prompts import Prompt, read_jsonl, self_prompts
-from dspark.data.responses import TokenDocument, TokenSet, answer_prompts
+from dspark.data.responses import AllTooLong, TokenDocument, TokenSet, answer_prompts
 from dspark.data.synthetic import tiny_verifier
 from dspark.data.templates import opening_of, template_prompts
 from dspark.runs import current_command
@@ -544,25 +544,33 @@ def answered(
     # Rows of similar length together, so that portions batch well.
     todo.sort(key=lambda p: (len(p.turn_ends), sum(len(m["content"]) for m in p.messages)))
     left_out = Counter(skipped)
+    too_long: AllTooLong | None = None
     with progress_bar(cfg, f"{verifier.info.name} answers", len(todo)) as advance:
         for start in range(0, len(todo), portion):
             part = todo[start : start + portion]
-            answers, why_not = answer_prompts(
-                verifier,
-                part,
-                temperature=temperature,
-                seed=int(cfg.data.seed),
-                max_new_tokens=int(settings.max_new_tokens),
-                max_length=int(cfg.data.max_length),
-                batch_size=int(settings.batch_size),
-                mask_token_id=mask_token_id,
-                template_options=template_options(cfg),
-                progress=lambda _tokens: advance(1),
-            )
+            try:
+                answers, why_not = answer_prompts(
+                    verifier,
+                    part,
+                    temperature=temperature,
+                    seed=int(cfg.data.seed),
+                    max_new_tokens=int(settings.max_new_tokens),
+                    max_length=int(cfg.data.max_length),
+                    batch_size=int(settings.batch_size),
+                    mask_token_id=mask_token_id,
+                    template_options=template_options(cfg),
+                    progress=lambda _tokens: advance(1),
+                )
+            except AllTooLong as error:  # of this portion
+                too_long = error
+                left_out["too_long"] += len(part)
+                continue
             left_out += why_not
             documents += answers
             if documents:
                 pack(documents, left_out).save(stem)
+    if not documents and too_long:
+        raise too_long
     if not documents:
         raise ValueError(
             f"no prompt of {dataset!r} could be answered; left out: {dict(left_out)}. Prompts count as too long at "

@@ -146,8 +146,9 @@ def test_prompt_files_that_hold_nothing_usable_are_named(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="all 1 prompts are longer than max_length=64 tokens"):
         collect.collect_cache(configuration(*jsonl, "data.path=long.jsonl"))
     prompts(tmp_path / "mixed.jsonl", ["x" * 100], *([f"short {i}"] for i in range(6)))
-    small = "data.responses.max_new_tokens=6"
-    manifest = collect.collect_cache(configuration(*jsonl, "data.path=mixed.jsonl", small))
+    # The long prompt is a portion of its own: nothing in it can be answered.
+    small = ("data.responses.max_new_tokens=6", "data.responses.batch_size=1")
+    manifest = collect.collect_cache(configuration(*jsonl, "data.path=mixed.jsonl", *small))
     assert manifest.skipped["too_long"] == 1
     assert manifest.documents + sum(manifest.skipped.values()) == 7
 

@@ -88,7 +88,8 @@ def read_jsonl(
     skipped: Counter[str] = Counter()
     prompts: dict[str, Prompt] = {}
     rows = 0
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # Not splitlines: a prompt may hold U+2028 and other separators that JSON leaves as they are.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         rows += 1

@@ -24,6 +24,10 @@ from dspark.verifier import Verifier, VerifierInfo
 TOKEN_SET_VERSION = 1
 
 
+class AllTooLong(ValueError):
+    """No prompt of those given leaves room for an answer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenDocument:
     """A conversation as tokens. `spans` are the half-open ranges [start, end) that the verifier generated."""
@@ -96,7 +100,7 @@ def answer_prompts(
     from how it was generated, so the conversation ends before that turn), `mask_token` (text that contains it).
 
     Raises:
-        ValueError: if every prompt is too long.
+        AllTooLong: if every prompt is too long.
     """
     skipped: Counter[str] = Counter()
     documents: dict[int, TokenDocument] = {}
@@ -115,7 +119,7 @@ def answer_prompts(
             t = temperature(prompt) if callable(temperature) else temperature
             active[i] = _Conversation(prompt, t, row_seed(seed, prompt.prompt_id, t), list(first), ids, text)
     if prompts and skipped["too_long"] == len(prompts):
-        raise ValueError(
+        raise AllTooLong(
             f"all {len(prompts)} prompts are longer than max_length={max_length} tokens (the longest has {longest}); "
             "raise max_length or shorten the prompts."
         )

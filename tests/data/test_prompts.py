@@ -146,6 +146,14 @@ def test_splits_are_disjoint_complete_and_do_not_depend_on_order_or_size(tmp_pat
     assert split_of("x", {"train": 0.0, "test": 1.0}) == "test"
 
 
+def test_a_line_ends_at_a_newline_alone(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"turns": ["one\u2028two\x85three"]}\n{"turns": ["four"]}\n', encoding="utf-8")
+    prompts, skipped = read(path)
+    assert [p.messages[0]["content"] for p in prompts] == ["one\u2028two\x85three", "four"]
+    assert not skipped
+
+
 def test_a_row_may_name_its_split(tmp_path: Path) -> None:
     prompts, _ = read(jsonl(tmp_path / "p.jsonl", {"turns": ["a"], "split": "test"}), split_fractions=SPLIT)
     assert prompts[0].split == "test"

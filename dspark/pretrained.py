@@ -35,7 +35,8 @@ PACKED_FORMAT = "dspark-packed-1"
 # Distance between two stored values, as a share of the root mean square of a line, by the matrix's name. The Markov tables have a
 # line a rank, since ranks differ by orders of magnitude; other matrices have a line an output. Found by tau (on the embedded
 # test split, a handful of choices): gates and their partners bear the widest steps, `down_proj` and the attention narrower ones.
-# At equal bytes one step for all of a layer's matrices lost 5 % of tau, these 2 %. Five bits for 64 neighbours of a row, at the best scale, lost 16 %.
+# At equal bytes one step for all of a layer's matrices lost 5 % of tau, these 2 %. Five bits for 64 neighbours of a row, at the
+# best scale, lost 16 %.
 STEPS = {"markov_w1": 0.28, "markov_w2": 0.08, "gate_proj": 0.345, "up_proj": 0.345, "down_proj": 0.26}
 STEP = 0.14
 BY_COLUMN = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")

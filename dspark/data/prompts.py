@@ -171,17 +171,13 @@ def self_prompts(
     for attempt in range(3):
         if len(texts) >= wanted:
             break
-        draws = range((wanted if attempt == 0 else 2 * (wanted - len(texts))) + SPARE_DRAWS)
-        openings = [
-            opening(attempt * 100_003 + i) if opening else Opening(text="", domain="self") for i in draws
-        ]
+        count = (wanted if attempt == 0 else 2 * (wanted - len(texts))) + SPARE_DRAWS
+        draws = range(attempt * 100_003, attempt * 100_003 + count)
+        openings = [opening(draw) if opening else Opening(text="", domain="self") for draw in draws]
+        begun = {text: verifier.encode(opened + text) for text in {o.text for o in openings}}
         requests = [
-            Request(
-                prompt_ids=verifier.encode(opened + o.text),
-                temperature=temperature,
-                seed=seed * 1_000_003 + attempt * 100_003 + i,
-            )
-            for i, o in zip(draws, openings, strict=True)
+            Request(prompt_ids=begun[o.text], temperature=temperature, seed=seed * 1_000_003 + draw)
+            for draw, o in zip(draws, openings, strict=True)
         ]
         drawn = dict(generate(verifier, requests, max_new_tokens=max_new_tokens, batch_size=batch_size))
         for i, response in sorted(drawn.items()):

@@ -547,8 +547,7 @@ _BOXED = "\nPlease reason step by step, and put your final answer within \\boxed
 
 def opening_of(index: int, *, domains: Sequence[str], seed: int) -> Opening:
     """The opening of draw `index`; domains take turns. Raises ValueError for an unknown domain."""
-    if unknown := sorted(set(domains) - set(OPENINGS)):
-        raise ValueError(f"unknown prompt domains {unknown}; expected some of {tuple(OPENINGS)}.")
+    _check_domains(domains)
     rng = random.Random(f"{seed}/opening/{index}")
     domain = domains[index % len(domains)]
     text = fill(rng.choice(OPENINGS[domain]), split="train", rng=rng)
@@ -564,8 +563,7 @@ def template_prompts(*, counts: dict[str, int], domains: Sequence[str], seed: in
     Raises:
         ValueError: for an unknown split or domain, or when the templates cannot give that many distinct prompts.
     """
-    if unknown := sorted(set(domains) - set(DOMAINS)):
-        raise ValueError(f"unknown prompt domains {unknown}; expected some of {DOMAINS}.")
+    _check_domains(domains)
     if unknown := sorted(set(counts) - set(TASKS)):
         raise ValueError(f"unknown splits {unknown} in counts; expected some of {tuple(TASKS)}.")
     prompts: list[Prompt] = []
@@ -574,6 +572,11 @@ def template_prompts(*, counts: dict[str, int], domains: Sequence[str], seed: in
             wanted = count // len(domains) + (d < count % len(domains))
             prompts += _domain_prompts(domain, split, wanted, random.Random(f"{seed}/{split}/{domain}"))
     return prompts
+
+
+def _check_domains(domains: Sequence[str]) -> None:
+    if unknown := sorted(set(domains) - set(DOMAINS)):
+        raise ValueError(f"unknown prompt domains {unknown}; expected some of {DOMAINS}.")
 
 
 def _domain_prompts(domain: str, split: str, count: int, rng: random.Random) -> list[Prompt]:

@@ -330,7 +330,6 @@ class Ours:
         if scaling:
             require_float8(problem.device, scaling)
             use_float8(self.draft, scaling=scaling)
-            self.draft.compile_regions = False  # as `train` insists
         # Held, because a training holds them too.
         masters = (
             precision == "bf16-masters" and problem.device.type == "cuda" and problem.dtype == torch.bfloat16

@@ -313,8 +313,7 @@ def test_a_run_without_the_device_or_the_precision_ends_before_it_begins(monkeyp
         check(accelerator="cpu")
     with pytest.raises(ValueError, match=r"trainer.precision is 32-true.*precision=bf16-mixed"):
         check(accelerator="gpu", precision="32-true")
-    with pytest.raises(ValueError, match=r"gave wrong gradients.*trainer.compile=false"):
-        check(accelerator="gpu", compile=True)
+    check(accelerator="gpu", compile=True)
 
 
 @pytest.mark.gpu

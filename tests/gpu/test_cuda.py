@@ -9,6 +9,7 @@ import torch
 
 from dspark.graphs import StepGraph
 from dspark.losses import LossWeights
+from dspark.nn.float8 import CAPABILITY, SCALINGS, use_float8
 from dspark.objective import draft_loss, training_loss
 from tests.builders import random_batch, random_draft
 
@@ -51,6 +52,27 @@ def test_loss_and_gradients_equal_the_cpu_form(changes):
     torch.testing.assert_close(got.numerator.cpu(), expected.numerator, rtol=2e-3, atol=1e-3)
     for a, b in zip(grads, wanted, strict=True):
         assert (a - b).norm() <= 5e-3 * b.norm() + 1e-5
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < CAPABILITY,
+    reason="needs float8 products",
+)
+def test_compiled_float8_gradients_are_those_of_plain_float8(scaling):
+    draft = random_draft(backend="auto", **GEOMETRY).cuda()
+    use_float8(draft, scaling=scaling)
+    batch = random_batch(draft.config, anchors=32, rows=((120, 60), (90, 100))).to("cuda")
+    found = {}
+    for compiled in (False, True):
+        draft.compile_regions = compiled
+        with torch.autocast("cuda", torch.bfloat16):
+            found[compiled] = sums_and_gradients(draft, batch)
+    assert float(found[True][0].numerator) == pytest.approx(float(found[False][0].numerator), rel=0.01)
+    for (name, _), a, b in zip(draft.named_parameters(), found[True][1], found[False][1], strict=True):
+        assert (a - b).norm() <= 0.2 * b.norm() + 1e-5, (
+            name
+        )  # float8 rounds to 3 bits; a lost gradient would be 1.0
 
 
 def test_new_batches_of_the_same_shape_compile_nothing():

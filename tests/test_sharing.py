@@ -25,6 +25,7 @@ from dspark.nn import backbone
 from dspark.nn.draft import Draft
 from dspark.runs import Run, load_draft
 from dspark.training import DraftModule
+from dspark.verifier import Verifier
 from dspark.warm_start import factorise_bigrams, right_singular_vectors, start_from_bigrams
 from experiments import sharing
 from experiments.cli import CONFIGS
@@ -128,6 +129,29 @@ def test_cells_that_share_equal_separate_runs(sources, source, tmp_path, calls):
     assert calls["opened"] == calls["loaded"] == 4
     for one, other in zip(together, apart, strict=True):
         assert_equal(one, other)
+
+
+def test_later_cells_need_no_verifier(sources, tmp_path, monkeypatch):
+    start = ["draft.init=verifier_layers", "trainer.val_every=1"]
+    cells = [["seed=0"], ["seed=1", "draft.block_size=6"]]
+    shared, captured, whole = Shared(), [0], Verifier.capture
+
+    def counting(self, *inputs, **options):
+        captured[-1] += 1
+        return whole(self, *inputs, **options)
+
+    monkeypatch.setattr(Verifier, "capture", counting)
+    for resident in ("true", "false"):
+        together = []
+        for cell in cells:
+            captured.append(0)
+            options = [*sources["online"], *start, *cell, f"trainer.resident={resident}"]
+            together.append(train(configured(tmp_path / "a", *options), shared))
+        # Rows that are not resident are captured when they come up; validation, start and test documents are not, in either.
+        assert captured[-1] == (0 if resident == "true" else 3)
+        assert captured[-2] > captured[-1]
+        assert_equal(together[-1], train(configured(tmp_path / "b", *options)))
+        shared = Shared()
 
 
 def test_what_features_depend_on_opens_them_again(sources, cache, tmp_path, tmp_path_factory, calls):

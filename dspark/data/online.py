@@ -15,6 +15,8 @@ from dspark.data.features import Document, DocumentInfo, Features, Manifest, Pac
 from dspark.data.responses import TokenDocument
 from dspark.verifier import Verifier
 
+KEPT_BYTES = 4 << 30  # hidden states of documents read by number that stay in host memory
+
 
 class OnlineFeatures(Features):
     """A token-level set read as a cache of it would be, with the same numbers up to the rounding of other batch shapes."""
@@ -53,9 +55,19 @@ class OnlineFeatures(Features):
         self.verifier, self.device = verifier, verifier.device
         self.tokens_per_batch = tokens_per_batch
         self._held: dict[int, Document] = {}
+        self._kept_bytes = 0
 
     def __getitem__(self, index: int) -> Document:
-        return self._held.get(index) or self._captured([index])[0]
+        """Held-out documents are read at every validation and by every cell of a sweep, so they are captured once, each by itself,
+        as far as `KEPT_BYTES` allow."""
+        document = self._held.get(index)
+        if document is None:
+            (document,) = self._captured([index])
+            size = document.aux.nbytes + document.last.nbytes + document.lse.nbytes
+            if self._kept_bytes + size <= KEPT_BYTES:
+                self._held[index] = document
+                self._kept_bytes += size
+        return document
 
     def tokens(self, index: int) -> tuple[Tensor, Tensor]:
         own = slice(self._ends[index] - self.info(index).tokens, self._ends[index])
@@ -92,7 +104,7 @@ class OnlineFeatures(Features):
 
     def _view(self, manifest: Manifest, columns: list[int]) -> OnlineFeatures:
         view = copy.copy(self)  # captures the layers of its manifest, so the columns do not matter
-        view.manifest, view._held = manifest, {}
+        view.manifest, view._held, view._kept_bytes = manifest, {}, 0
         return view
 
     def _wake(self) -> None:

@@ -12,6 +12,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
+from dspark.data import online as online_module
 from dspark.data.batches import PackedRows
 from dspark.data.capture import length_batches
 from dspark.data.features import FeatureCache, Features
@@ -130,6 +131,31 @@ def test_resident_rows_need_no_verifier_and_held_documents_neither(verifier, doc
     monkeypatch.setattr(Verifier, "capture", lambda *_, **__: pytest.fail("captured again"))
     assert rows[0].aux.abs().sum() > 0
     assert features[held[0]].last.abs().sum() > 0
+
+
+@pytest.mark.parametrize("room", [1, 2, 3])
+def test_documents_read_again_are_captured_once_while_there_is_room(verifier, documents, monkeypatch, room):
+    plain = online(verifier, documents)
+    expected = [plain._captured([number])[0] for number in range(3)]
+    sizes = [d.aux.nbytes + d.last.nbytes + d.lse.nbytes for d in expected]
+    monkeypatch.setattr(online_module, "KEPT_BYTES", sum(sizes[:room]))
+    features, captured, whole = online(verifier, documents), [], OnlineFeatures._captured
+
+    def counting(self, numbers):
+        captured.extend(numbers)
+        return whole(self, numbers)
+
+    monkeypatch.setattr(OnlineFeatures, "_captured", counting)
+    for _ in range(2):
+        for number, wanted in enumerate(expected):
+            found = features[number]
+            assert all(
+                torch.equal(getattr(found, name), getattr(wanted, name))
+                for name in ("input_ids", "loss_mask", "aux", "last", "lse")
+            )
+    assert captured == [0, 1, 2, *range(room, 3)]
+    features.with_taps([1, 3])[0]
+    assert captured[-1] == 0  # other layers are other states
 
 
 def test_progress_counts_every_training_token(verifier, documents):

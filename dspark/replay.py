@@ -136,12 +136,12 @@ def replay_documents(
         blocks = replace(batch, anchors=part.unsqueeze(0), anchor_valid=part.unsqueeze(0) >= 0)
         found = _proposals(draft, blocks, temperature, draft_sampling, lse_at_temperature)
         for name, values in found.items():
-            columns[name].append(values[:, :num_proposals].double().cpu())
+            columns[name].append(values[:, :num_proposals].double())
     count = len(anchors)
-    table = {
-        name: (torch.cat(parts).numpy() if parts else np.zeros((0, num_proposals)))
-        for name, parts in columns.items()
-    }
+    # One transfer for all: each waits for the device, and on a busy one for other processes' work too.
+    empty = anchors.new_zeros((0, num_proposals), dtype=torch.float64)
+    joined = torch.stack([torch.cat([empty, *parts]) for parts in columns.values()])
+    table = dict(zip(columns, joined.cpu().numpy(), strict=True))
     proposed = np.ones((count, num_proposals), dtype=bool)
     if confidence_threshold is not None:
         proposed = np.cumprod(table["confidence"] >= confidence_threshold, axis=1).astype(bool)

@@ -12,7 +12,10 @@ replay's values are conditioned on the text, decoding's on the block, and neithe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -94,41 +97,74 @@ def replay_tables(
     for temperature in temperatures:
         check_proposals(draft, draft_sampling, temperature, num_proposals, confidence_threshold)
     targets, device = CachedTargets(cache), draft.kept_ids.device
-    slots, rounds = [], []
     lengths = {d: cache.info(d).tokens for d in documents}
+    rows: list[tuple[float, list[int]]] = []
     for temperature in temperatures:
         chosen = [d for d in documents if cache.info(d).temperature == temperature]
-        for row in pack_rows(lengths, chosen, max(ROW_TOKENS, max(lengths[d] for d in chosen))):
-            ends = np.cumsum([lengths[d] for d in row])
-            tensors = collate_documents([cache[d] for d in row], int(ends[-1]), torch.bfloat16)
+        room = max(ROW_TOKENS, max(lengths[d] for d in chosen))
+        rows += [(temperature, row) for row in pack_rows(lengths, chosen, room)]
+
+    def replay_row(temperature: float, row: Sequence[int], batch: DraftBatch) -> list[Replay]:
+        return replay_documents(
+            draft,
+            batch,
+            np.cumsum([0, *(lengths[d] for d in row[:-1])]).tolist(),
+            temperature=temperature,
+            draft_sampling=draft_sampling,
+            num_proposals=num_proposals,
+            confidence_threshold=confidence_threshold,
+            lse_at_temperature=targets.lse(batch, temperature),
+        )
+
+    slots, rounds = [], []
+
+    def take(row: Sequence[int], replays: Sequence[Replay]) -> None:
+        for d, replay in zip(row, replays, strict=True):
+            names = {
+                "run_id": run_id,
+                "dataset": dataset,
+                "mode": "replay",
+                "top_k": 0,
+                "top_p": 1.0,
+                "draft_sampling": draft_sampling,
+                **document_columns(cache.info(d)),
+            }
+            slots.append(_slot_rows(replay) | names)
+            rounds.append(_round_rows(replay) | names)
+        progress(len(row))
+
+    with row_workers(len(rows), device) as (pool, ahead):
+        waiting: deque = deque()
+        for temperature, row in rows:
+            tensors = collate_documents([cache[d] for d in row], sum(lengths[d] for d in row), torch.bfloat16)
             anchors, valid = all_anchors(tensors)
             batch = targets.normed(DraftBatch(**tensors, anchors=anchors, anchor_valid=valid).to(device))
-            replays = replay_documents(
-                draft,
-                batch,
-                [0, *ends[:-1].tolist()],
-                temperature=temperature,
-                draft_sampling=draft_sampling,
-                num_proposals=num_proposals,
-                confidence_threshold=confidence_threshold,
-                lse_at_temperature=targets.lse(batch, temperature),
-            )
-            for d, replay in zip(row, replays, strict=True):
-                names = {
-                    "run_id": run_id,
-                    "dataset": dataset,
-                    "mode": "replay",
-                    "top_k": 0,
-                    "top_p": 1.0,
-                    "draft_sampling": draft_sampling,
-                    **document_columns(cache.info(d)),
-                }
-                slots.append(_slot_rows(replay) | names)
-                rounds.append(_round_rows(replay) | names)
-            progress(len(row))
+            waiting.append((row, pool.submit(replay_row, temperature, row, batch)))
+            if len(waiting) > ahead:
+                done, future = waiting.popleft()
+                take(done, future.result())
+        for done, future in waiting:
+            take(done, future.result())
     if not slots:
         raise ValueError(f"no documents to replay in {cache.path}.")
     return _stacked(slots, SLOT_COLUMNS), _stacked(rounds, ROUND_COLUMNS)
+
+
+@contextmanager
+def row_workers(rows: int, device: torch.device) -> Iterator[tuple[ThreadPoolExecutor, int]]:
+    """A pool for the replay of so many rows, and how many may wait in it.
+
+    On a CPU its threads share torch's between them, for most sets one each: a row's operations are short, and between two of them
+    torch's threads wait for each other without sleeping. Beside another such process, all would wait for threads that do not run.
+    """
+    whole = torch.get_num_threads()
+    count = max(1, min(whole, rows)) if device.type == "cpu" else 1
+    share = whole // count
+    try:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(share,)) as pool:
+            yield pool, count
+    finally:
+        torch.set_num_threads(whole)  # threads to come take the last number set, whoever set it
 
 
 def _stacked(parts: Sequence[Mapping[str, object]], columns: Sequence[str]) -> pd.DataFrame:

@@ -132,7 +132,8 @@ def replay_documents(
     anchors = batch.anchors[0]
     anchors = anchors[batch.loss_mask[0, anchors]]
     columns: dict[str, list[Tensor]] = {name: [] for name in _PROPOSAL_COLUMNS}
-    for part in anchors.split(chunk_anchors):
+    for at in range(0, len(anchors), chunk_anchors):  # never, for a text of one token
+        part = anchors[at : at + chunk_anchors]
         blocks = replace(batch, anchors=part.unsqueeze(0), anchor_valid=part.unsqueeze(0) >= 0)
         found = _proposals(draft, blocks, temperature, draft_sampling, lse_at_temperature)
         for name, values in found.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
+from dspark import evaluation
 from dspark.blocks import DraftBatch
 from dspark.data.batches import HeldOutDocuments, all_anchors, collate_documents
 from dspark.data.generation import Request
@@ -187,6 +189,74 @@ def test_packed_documents_replay_as_they_do_alone(tiny):
         assert np.array_equal(single.keep, replay.keep)
         np.testing.assert_allclose(single.visit, replay.visit, atol=1e-12)
         np.testing.assert_allclose(single.alpha[single.inside], replay.alpha[replay.inside], atol=1e-4)
+
+
+def test_a_text_of_one_token_has_no_rounds(tiny):
+    batch, _ = HeldOutDocuments(tiny.greedy, [0], dtype=torch.bfloat16)[0]
+    batch.loss_mask[0, int(batch.loss_mask[0].long().argmax()) + 1 :] = False
+    anchors, valid = all_anchors({"loss_mask": batch.loss_mask, "doc_start": batch.doc_start})
+    batch = replace(batch, anchors=anchors, anchor_valid=valid)
+    replay = replay_document(tiny.draft, batch, temperature=0.0, num_proposals=4, **GREEDY)
+    assert replay.rounds == 0
+    assert replay.keep.shape == replay.alpha.shape == (0, 4)
+
+
+@pytest.fixture
+def three_threads():
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(1)
+
+
+def test_rows_replayed_side_by_side_are_those_of_one_thread(tiny, three_threads, monkeypatch):
+    monkeypatch.setattr(evaluation, "ROW_TOKENS", 100)
+    workers, whole = [], evaluation.replay_documents
+
+    def noting(*inputs, **options):
+        workers.append((threading.get_ident(), torch.get_num_threads()))
+        return whole(*inputs, **options)
+
+    monkeypatch.setattr(evaluation, "replay_documents", noting)
+    finished: list[int] = []
+    cache = tiny.sampled
+    side_by_side = replayed(tiny.draft, cache, progress=finished.append)
+    assert len(workers) == len(finished) > 6
+    assert sum(finished) == len(cache)
+    assert len({thread for thread, _ in workers}) > 1
+    assert {threads for _, threads in workers} == {1}
+    assert torch.get_num_threads() == 3
+    one_after_another = iter(
+        [
+            pd.concat(frames, ignore_index=True)
+            for frames in zip(
+                *(replayed(tiny.draft, cache, documents=[d]) for d in range(len(cache))), strict=True
+            )
+        ]
+    )
+    for found, wanted in zip(side_by_side, one_after_another, strict=True):
+        keys = [name for name in ("doc_id", "anchor", "position") if name in found]
+        found, wanted = (frame.sort_values(keys, ignore_index=True) for frame in (found, wanted))
+        pd.testing.assert_frame_equal(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_that_fails_is_raised_and_gives_the_threads_back(tiny, three_threads, monkeypatch):
+    monkeypatch.setattr(evaluation, "ROW_TOKENS", 100)
+    monkeypatch.setattr(evaluation, "replay_documents", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        replayed(tiny.draft, tiny.greedy)
+    assert torch.get_num_threads() == 3
+
+
+def test_one_row_keeps_all_threads(tiny, three_threads, monkeypatch):
+    seen, whole = [], evaluation.replay_documents
+
+    def noting(*inputs, **options):
+        seen.append(torch.get_num_threads())
+        return whole(*inputs, **options)
+
+    monkeypatch.setattr(evaluation, "replay_documents", noting)
+    replayed(tiny.draft, tiny.greedy, documents=[0])
+    assert seen == [3]
 
 
 def test_teacher_forced_expectation_is_labelled_apart_from_the_walk(tiny, greedily):

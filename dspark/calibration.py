@@ -1,4 +1,4 @@
-"""Is the confidence head right, and what makes it right: reliability, sequential temperature scaling, baselines.
+"""Is the confidence head right, and what makes it right: reliability, sequential scaling, baselines.
 
 Two probabilities that must never be mixed, both `[M, N]` (M rounds, N proposals):
 
@@ -20,7 +20,7 @@ other rates, so a calibration belongs to the setting (draft sampling, temperatur
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -28,19 +28,22 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int
-from scipy.special import expit, logit
+from scipy.special import expit, log_expit, logit
 from sklearn.isotonic import IsotonicRegression
 
 FORMAT = "dspark-calibration"
-VERSION = 1
+VERSION = 2
 ROUND_KEYS = ["run_id", "dataset", "domain", "prompt_id", "doc_id", "temperature", "anchor"]
 SLOT_VALUES = ["reached", "accepted", "r", "alpha", "confidence", "entropy", "max_prob", "margin"]
 FREE_SIGNALS = ("max_prob", "entropy", "margin")
 METRICS = ("ece", "brier", "log_loss", "auc", "mean_bias")
+ALL = "all"  # key of a scaling that serves every domain; in reports, all domains together
+STAGE_OF_METHOD = {"temperature": "sts", "affine": "sas"}
 AUC_LEVELS = 512
 EPSILON = 1e-6
 
 Array = np.ndarray
+PositionFit = Callable[[Array, Array, Array, Array], tuple[float, float]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -350,34 +353,88 @@ def temperature_grid(*, low: float, high: float, points: int) -> Float[Array, " 
     return np.unique(np.append(np.geomspace(low, high, points), 1.0))
 
 
-def fit_sequential_temperatures(
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """Conditional acceptance sigmoid(scales[k] * logit + shifts[k]) at position k+1.
+
+    A temperature T is the scale 1/T with shift 0. A positive scale keeps the order within a position.
+    """
+
+    scales: tuple[float, ...]
+    shifts: tuple[float, ...]
+
+    def __call__(self, logits: Float[Array, "*batch N"]) -> Float[Array, "*batch N"]:
+        return expit(np.asarray(self.scales) * logits + np.asarray(self.shifts))
+
+
+def fit_sequential(
     logits: Float[Array, "M N"],
     survives: Float[Array, "M N"],
     weight: Float[Array, "M N"],
-    *,
-    grid: Float[Array, " points"],
-    bins: int,
-    binning: str,
-) -> Float[Array, " N"]:
-    """One temperature a position, left to right: the ECE of the prefix product is least (paper section 4, STS).
+    fit_position: PositionFit,
+) -> Scaling:
+    """One scale and shift a position, left to right on the prefix product (paper section 4).
 
-        a_k(T) = prod_{i<k} sigmoid(logit_i / T_i) * sigmoid(logit_k / T)
+        a_k(s, t) = prod_{i<k} sigmoid(s_i * logit_i + t_i) * sigmoid(s * logit_k + t)
 
-    Earlier positions stay at the temperatures already chosen. Order-preserving within a position. Of equally good
-    temperatures the one nearest to 1 wins. A position without weight keeps 1.
+    `fit_position(logits, before, survives, weight)`, over the slots of one position, chooses (s, t); `before` is the
+    product over the earlier positions, which stay as already chosen. A position without weight keeps (1, 0).
     """
-    temperatures = np.ones(logits.shape[1])
+    scales, shifts = np.ones(logits.shape[1]), np.zeros(logits.shape[1])
     before = np.ones(len(logits))
     for k in range(logits.shape[1]):
         used = weight[:, k] > 0
         if used.any():
-            errors = _ece_by_temperature(
-                logits[used, k], before[used], survives[used, k], weight[used, k], grid, bins, binning
+            scales[k], shifts[k] = fit_position(
+                logits[used, k], before[used], survives[used, k], weight[used, k]
             )
-            ties = np.flatnonzero(errors <= errors.min() + 1e-12)
-            temperatures[k] = grid[ties[np.argmin(np.abs(np.log(grid[ties])))]]
-        before = before * expit(np.nan_to_num(logits[:, k]) / temperatures[k])
-    return temperatures
+        before = before * expit(scales[k] * np.nan_to_num(logits[:, k]) + shifts[k])
+    return Scaling(scales=tuple(scales.tolist()), shifts=tuple(shifts.tolist()))
+
+
+def temperature_search(*, grid: Float[Array, " points"], bins: int, binning: str) -> PositionFit:
+    """Sequential temperature scaling, the paper's: the shift is 0, the ECE of the prefix product is least over `grid`.
+
+    Of equally good temperatures the one nearest to 1 wins.
+    """
+
+    def fit_position(logits: Array, before: Array, survives: Array, weight: Array) -> tuple[float, float]:
+        errors = _ece_by_temperature(logits, before, survives, weight, grid, bins, binning)
+        ties = np.flatnonzero(errors <= errors.min() + 1e-12)
+        return float(1 / grid[ties[np.argmin(np.abs(np.log(grid[ties])))]]), 0.0
+
+    return fit_position
+
+
+def scale_and_shift(logits: Array, before: Array, survives: Array, weight: Array) -> tuple[float, float]:
+    """The scale and shift for which the prefix product has least log loss; where nothing tells, (1, 0).
+
+    Log loss and not ECE, because two parameters chosen on a binned error follow its noise.
+    """
+    scale, shift = _logistic(logits[:, None], survives, weight, before=before, start=np.array([1.0, 0.0]))
+    return float(scale), float(shift)
+
+
+def scaled(
+    scalings: Mapping[str, Scaling], logits: Float[Array, "*batch N"], domain: Array
+) -> Float[Array, "*batch N"]:
+    """Conditional acceptance by the scaling of each row's `domain` (shape `*batch`), or by the one that serves all.
+
+    Raises ValueError for a domain that has no scaling.
+    """
+    if ALL in scalings:
+        return scalings[ALL](logits)
+    known, names = list(scalings), np.unique(domain)
+    unknown = sorted(str(n) for n in set(names) - set(known))
+    if unknown:
+        raise ValueError(
+            f"domains {unknown} have no scaling; the calibration was fitted by domain, on {known}. "
+            "Calibrate with by_domain=false, or on a fit set that holds these domains."
+        )
+    probability = np.empty(logits.shape)
+    for name in names:
+        probability[domain == name] = scalings[name](logits[domain == name])
+    return probability
 
 
 def _ece_by_temperature(
@@ -402,8 +459,9 @@ def fit_affine(
     A serving engine takes nothing but weights, and a head's logit is linear in them, so this map can be folded in
     (`fold_affine`).
     """
-    coefficients = _logistic(np.nan_to_num(logits).reshape(-1, 1), label.reshape(-1), weight.reshape(-1))
-    return float(coefficients[0]), float(coefficients[1])
+    return scale_and_shift(
+        np.nan_to_num(logits).reshape(-1), np.ones(logits.size), label.reshape(-1), weight.reshape(-1)
+    )
 
 
 def fit_signal(
@@ -413,38 +471,59 @@ def fit_signal(
     rows, width = signal.shape
     where = np.tile(np.eye(width), (rows, 1))
     design = np.concatenate([np.nan_to_num(signal).reshape(-1, 1), where[:, 1:]], axis=1)
-    c = _logistic(design, label.reshape(-1), weight.reshape(-1))
+    c = _logistic(
+        design,
+        label.reshape(-1),
+        weight.reshape(-1),
+        before=np.ones(len(design)),
+        start=np.zeros(width + 1),
+    )
     return float(c[0]), c[-1] + np.concatenate([[0.0], c[1:-1]])
 
 
 def _logistic(
-    design: Float[Array, "n d"], label: Float[Array, " n"], weight: Float[Array, " n"]
+    design: Float[Array, "n d"],
+    label: Float[Array, " n"],
+    weight: Float[Array, " n"],
+    *,
+    before: Float[Array, " n"],
+    start: Float[Array, " d1"],
 ) -> Float[Array, " d1"]:
-    """Weighted logistic regression with soft labels by Newton's method; the last coefficient is the intercept.
+    """Weighted least log loss of before * sigmoid(design @ b + b_last) with soft labels; the last one is the intercept.
 
-    A ridge of 1e-6 of the total weight keeps it finite where an outcome is missing.
+    Fisher scoring, which is Newton's method where `before` is 1. A ridge of 1e-6 of the total weight towards `start`
+    keeps it finite where an outcome is missing.
     """
     x = np.concatenate([design, np.ones((len(design), 1))], axis=1)
     used = weight > 0
-    x, label, weight = x[used], label[used], weight[used] / max(weight[used].sum(), EPSILON)
+    x, label, before, weight = (
+        x[used],
+        label[used],
+        before[used],
+        weight[used] / max(weight[used].sum(), EPSILON),
+    )
     ridge = np.full(x.shape[1], 1e-6)
-    beta = np.zeros(x.shape[1])
+    beta = start.astype(np.float64)
 
     def objective(b: Array) -> float:
         z = x @ b
-        return float((weight * (np.logaddexp(0, z) - label * z)).sum() + 0.5 * (ridge * b**2).sum())
+        loss = -label * log_expit(z) - (1 - label) * np.log((1 - before) + before * expit(-z))
+        return float((weight * loss).sum() + 0.5 * (ridge * (b - start) ** 2).sum())
 
     value = objective(beta)
     for _ in range(100):
-        p = expit(x @ beta)
-        gradient = x.T @ (weight * (p - label)) + ridge * beta
-        step = np.linalg.solve((x * (weight * p * (1 - p))[:, None]).T @ x + np.diag(ridge), gradient)
+        z = x @ beta
+        predicted, down = before * expit(z), expit(-z)
+        lost = (1 - before) + before * down
+        gradient = x.T @ (weight * down / lost * (predicted - label)) + ridge * (beta - start)
+        curvature = (x * (weight * predicted * down**2 / lost)[:, None]).T @ x + np.diag(ridge)
+        step = np.linalg.solve(curvature, gradient)
         size = 1.0
         while objective(beta - size * step) > value and size > 1e-8:
             size /= 2
         beta = beta - size * step
-        before, value = value, objective(beta)
-        if before - value < 1e-12:
+        earlier, value = value, objective(beta)
+        if earlier - value < 1e-12:
             break
     return beta
 
@@ -501,35 +580,41 @@ def fold_affine(weight: Any, bias: Any, scale: float, shift: float) -> tuple[Any
 
 @dataclass(frozen=True, kw_only=True)
 class SignalMap:
-    """From a free signal to conditional acceptance: sigmoid((slope * score + intercepts[k]) / temperatures[k]).
+    """From a free signal to conditional acceptance: the logit slope * score + intercepts[k], scaled as the head's is.
 
     Slope shared, one intercept a position, the form of vLLM's online estimator; `score` is `signal_score`.
     """
 
     slope: float
     intercepts: tuple[float, ...]
-    temperatures: tuple[float, ...]
+    scalings: Mapping[str, Scaling]
+
+    def logits(self, score: Float[Array, "*batch N"]) -> Float[Array, "*batch N"]:
+        """Logit of the mapped conditional acceptance, before any scaling."""
+        return self.slope * score + np.asarray(self.intercepts)
 
     def p_accept_given_prefix(
-        self, score: Float[Array, "*batch N"], *, cooled: bool
+        self, score: Float[Array, "*batch N"], domain: Array
     ) -> Float[Array, "*batch N"]:
-        """Mapped conditional acceptance, with the sequential temperatures when `cooled`."""
-        logits = self.slope * score + np.asarray(self.intercepts)
-        return expit(logits / np.asarray(self.temperatures)) if cooled else expit(logits)
+        """Mapped and scaled conditional acceptance of scores whose rows belong to `domain`."""
+        return scaled(self.scalings, self.logits(score), domain)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What `calibration.json` holds.
+    """What `calibration.json` holds (version 2; version 1 had temperatures only and is refused).
 
-    `temperatures[k]`: calibrated p_accept_given_prefix at position k+1 is sigmoid(logit(confidence) / temperatures[k]).
+    `method`: temperature (every shift is 0, temperature = 1 / scale) or affine. `scalings`: calibrated
+    p_accept_given_prefix at position k+1 is sigmoid(scales[k] * logit(confidence) + shifts[k]), under the key `all` for
+    every request, or under each domain's name where it was fitted by domain.
     `scale`, `shift`: the single affine sigmoid(scale * logit + shift) for engines that take nothing but weights.
     `signals`: the same for each free signal. `fit`, `report`: where the numbers come from (set, rounds, prompts,
     binning) and the mean ECE before and after, free-form.
     """
 
     run_id: str
-    temperatures: tuple[float, ...]
+    method: str
+    scalings: Mapping[str, Scaling]
     scale: float
     shift: float
     signals: Mapping[str, SignalMap]
@@ -538,20 +623,23 @@ class Calibration:
 
     @property
     def num_proposals(self) -> int:
-        return len(self.temperatures)
+        return len(next(iter(self.scalings.values())).scales)
 
-    def p_accept_given_prefix(self, confidence: Float[Array, "*batch N"]) -> Float[Array, "*batch N"]:
-        """Calibrated conditional acceptance from the head's raw confidence; NaN stays NaN."""
+    @property
+    def stage(self) -> str:
+        """The stage of `report_table` that this calibration is."""
+        return stage_of(self.method, by_domain=ALL not in self.scalings)
+
+    def p_accept_given_prefix(
+        self, confidence: Float[Array, "*batch N"], domain: Array
+    ) -> Float[Array, "*batch N"]:
+        """Calibrated conditional acceptance from the raw confidence of rows that belong to `domain`; NaN stays NaN."""
         if confidence.shape[-1] != self.num_proposals:
             raise ValueError(
                 f"confidences have {confidence.shape[-1]} positions, calibration of run {self.run_id} has {self.num_proposals}; "
                 "calibrate the run that wrote the slots."
             )
-        return expit(clipped_logit(confidence) / np.asarray(self.temperatures))
-
-    def p_prefix_survives(self, confidence: Float[Array, "*batch N"]) -> Float[Array, "*batch N"]:
-        """Calibrated probability that the whole prefix survives."""
-        return p_prefix_survives(self.p_accept_given_prefix(confidence))
+        return scaled(self.scalings, clipped_logit(confidence), domain)
 
     def affine(self, confidence: Float[Array, "*batch N"]) -> Float[Array, "*batch N"]:
         """Conditional acceptance after the single affine, as the folded head would output it."""
@@ -586,14 +674,23 @@ class Calibration:
             raise ValueError(f"{path} lacks {missing}.")
         signals = {
             name: SignalMap(
-                slope=m["slope"], intercepts=tuple(m["intercepts"]), temperatures=tuple(m["temperatures"])
+                slope=m["slope"], intercepts=tuple(m["intercepts"]), scalings=_scalings(m["scalings"])
             )
             for name, m in content["signals"].items()
         }
-        return cls(
-            **{n: content[n] for n in names}
-            | {"temperatures": tuple(content["temperatures"]), "signals": signals}
-        )
+        scalings = _scalings(content["scalings"])
+        return cls(**{n: content[n] for n in names} | {"scalings": scalings, "signals": signals})
+
+
+def _scalings(content: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, Scaling]:
+    return {d: Scaling(scales=tuple(c["scales"]), shifts=tuple(c["shifts"])) for d, c in content.items()}
+
+
+def stage_of(method: str, *, by_domain: bool) -> str:
+    """Name of a sequential scaling in reports. Raises ValueError for a method that there is not."""
+    if method not in STAGE_OF_METHOD:
+        raise ValueError(f"method is {method!r}; expected one of {list(STAGE_OF_METHOD)}.")
+    return STAGE_OF_METHOD[method] + ("_by_domain" if by_domain else "")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -631,25 +728,27 @@ class Fitted:
 
     `prefix(rounds)` maps (signal, stage) to p_prefix_survives `[M, N]`; `conditional(rounds)` to p_accept_given_prefix
     where the predictor has one. Stages: `raw`; `affine` (one scale and shift); `mapped` (a free signal through
-    `fit_signal`); `sts`; `isotonic`.
+    `fit_signal`); `sts` (sequential temperatures) and `sas` (sequential scales and shifts), each also `_by_domain` where
+    the fit set has all of the domains; `isotonic`. `scalings` is signal -> stage -> domain -> scaling.
     """
 
     calibration: Calibration
+    scalings: Mapping[str, Mapping[str, Mapping[str, Scaling]]]
     isotonic: Mapping[str, IsotonicPrefix]
 
     def conditional(self, rounds: Rounds) -> dict[tuple[str, str], Array]:
-        head = rounds.values["confidence"]
-        table = {
-            ("confidence", "raw"): head,
-            ("confidence", "affine"): self.calibration.affine(head),
-            ("confidence", "sts"): self.calibration.p_accept_given_prefix(head),
-        }
+        head, domain = rounds.values["confidence"], rounds.frame["domain"].to_numpy()
+        table = {("confidence", "raw"): head, ("confidence", "affine"): self.calibration.affine(head)}
+        logits = {"confidence": clipped_logit(head)}
         for name, mapping in self.calibration.signals.items():
             if name == "max_prob":
                 table[(name, "raw")] = rounds.values[name]
-            score = signal_score(name, rounds.values[name])
-            table[(name, "mapped")] = mapping.p_accept_given_prefix(score, cooled=False)
-            table[(name, "sts")] = mapping.p_accept_given_prefix(score, cooled=True)
+            logits[name] = mapping.logits(signal_score(name, rounds.values[name]))
+            table[(name, "mapped")] = expit(logits[name])
+        for name, stages in self.scalings.items():
+            for stage, scalings in stages.items():
+                if ALL in scalings or set(domain) <= set(scalings):
+                    table[(name, stage)] = scaled(scalings, logits[name], domain)
         return table
 
     def prefix(self, rounds: Rounds) -> dict[tuple[str, str], Array]:
@@ -664,17 +763,44 @@ def fit(
     rounds: Rounds,
     *,
     run_id: str,
+    method: str,
+    by_domain: bool,
     grid: Float[Array, " points"],
     bins: int,
     binning: str,
     signals: Sequence[str],
     source: Mapping[str, Any],
 ) -> Fitted:
-    """Fit the head's temperatures and affine, and the same for every free signal in `signals`. `source` is recorded."""
+    """Fit the head and every free signal in `signals` by each method, over all rounds and by domain.
+
+    `method` and `by_domain` choose which of these the calibration is; the others are there to compare it with.
+    `grid`, `bins` and `binning` are those of the temperature search. `source` is recorded.
+    """
+    chosen = stage_of(method, by_domain=by_domain)
     survives, weight = rounds.survives, rounds.prefix_weight
+    domain = rounds.frame["domain"].to_numpy()
+    parts = {
+        False: {ALL: np.full(len(rounds), True)},
+        True: {str(d): domain == d for d in sorted(set(domain))},
+    }
+    fits = {
+        "temperature": temperature_search(grid=grid, bins=bins, binning=binning),
+        "affine": scale_and_shift,
+    }
+
+    def every_scaling(logits: Array) -> dict[str, dict[str, Scaling]]:
+        return {
+            stage_of(name, by_domain=split): {
+                d: fit_sequential(logits[rows], survives[rows], weight[rows], fit_position)
+                for d, rows in parts[split].items()
+            }
+            for split in parts
+            for name, fit_position in fits.items()
+        }
+
     head = clipped_logit(rounds.values["confidence"])
-    temperatures = fit_sequential_temperatures(head, survives, weight, grid=grid, bins=bins, binning=binning)
     scale, shift = fit_affine(head, rounds.accept_given_reached, rounds.reached)
+    scalings = {"confidence": every_scaling(head)}
     isotonic = {
         "confidence": IsotonicPrefix.fit(
             p_prefix_survives(np.nan_to_num(rounds.values["confidence"])), survives, weight
@@ -685,21 +811,22 @@ def fit(
         score = np.nan_to_num(signal_score(name, rounds.values[name]))
         slope, intercepts = fit_signal(score, rounds.accept_given_reached, rounds.reached)
         logits = slope * score + intercepts
-        cooled = fit_sequential_temperatures(logits, survives, weight, grid=grid, bins=bins, binning=binning)
+        scalings[name] = every_scaling(logits)
         mapped[name] = SignalMap(
-            slope=slope, intercepts=tuple(intercepts.tolist()), temperatures=tuple(cooled.tolist())
+            slope=slope, intercepts=tuple(intercepts.tolist()), scalings=scalings[name][chosen]
         )
         isotonic[name] = IsotonicPrefix.fit(p_prefix_survives(expit(logits)), survives, weight)
     calibration = Calibration(
         run_id=run_id,
-        temperatures=tuple(temperatures.tolist()),
+        method=method,
+        scalings=scalings["confidence"][chosen],
         scale=scale,
         shift=shift,
         signals=mapped,
         fit={**source, "bins": bins, "binning": binning, "rounds": float(rounds.frame["visit"].sum())},
         report={},
     )
-    return Fitted(calibration, isotonic)
+    return Fitted(calibration, scalings, isotonic)
 
 
 def report_table(
@@ -715,7 +842,7 @@ def report_table(
     """
     metric_rows, bin_rows = [], []
     domain_of, prompt_of = rounds.frame["domain"].to_numpy(), pd.factorize(rounds.frame["prompt_id"])[0]
-    domains = ["all", *sorted(set(domain_of))]
+    domains = [ALL, *sorted(set(domain_of))]
     questions = {
         "p_prefix_survives": (fitted.prefix(rounds), rounds.survives, rounds.prefix_weight),
         "p_accept_given_prefix": (fitted.conditional(rounds), rounds.accept_given_reached, rounds.reached),
@@ -724,7 +851,7 @@ def report_table(
         for (signal, stage), predicted in predictors.items():
             for domain in domains:
                 for k in range(rounds.num_proposals):
-                    used = (weight[:, k] > 0) & ((domain_of == domain) | (domain == "all"))
+                    used = (weight[:, k] > 0) & ((domain_of == domain) | (domain == ALL))
                     if not used.any():
                         continue
                     p, y, w, prompts = predicted[used, k], label[used, k], weight[used, k], prompt_of[used]

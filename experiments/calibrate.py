@@ -1,9 +1,10 @@
-"""Calibrate a run's confidence head: `python -m experiments.calibrate run=runs/<id> [fit=validation] [report=test]`.
+"""Calibrate a run's confidence head: `python -m experiments.calibrate run=runs/<id> [method=affine] [by_domain=true]`.
 
 Reads the slot tables that `experiments.evaluate` left in the run, fits on one set, judges on another, and writes
 
-    calibration.json      temperatures by position, the single affine, maps of the free signals (dspark.calibration)
-    calibration.parquet   ECE, Brier, log loss, AUC and mean bias with intervals, by predictor, domain and position
+    calibration.json      the chosen scales and shifts, the single affine, maps of the free signals (dspark.calibration)
+    calibration.parquet   ECE, Brier, log loss, AUC and mean bias with intervals, by predictor, domain and position;
+                          every method is in it, chosen or not
     reliability.parquet   the bins behind the reliability diagrams
     thresholds.parquet    what a static threshold keeps and loses, raw and calibrated
     manifest.json         what was read and how
@@ -50,9 +51,10 @@ def calibrate(cfg: DictConfig) -> Path:
             f"fit and report are both {cfg.fit!r}; a calibration judged on the set it was fitted on says nothing. "
             "Give two sets, for example fit=validation report=test."
         )
+    cal.stage_of(cfg.method, by_domain=bool(cfg.by_domain))  # refuse before any work
     run = Run.open(cfg.run)
     if cfg.fold:
-        run.checkpoint("best")  # refuse before any work
+        run.checkpoint("best")
     out = Path(cfg.out) if cfg.out else run.path / "calibration"
     fit_set, report_set = evaluated_set(run, cfg.fit), evaluated_set(run, cfg.report)
     slots = {name: read_table(run.eval_folder(name) / "slots.parquet") for name in (fit_set, report_set)}
@@ -62,6 +64,8 @@ def calibrate(cfg: DictConfig) -> Path:
             rounds, what=f"set {name!r} of run {run.path.name}", min_rounds=int(cfg.min_rounds)
         )
     cal.require_disjoint(fit, report, fit_name=fit_set, report_name=report_set)
+    if cfg.by_domain:
+        require_domains(fit, report, fit_set=fit_set, report_set=report_set, min_rounds=int(cfg.min_rounds))
     for column in ("draft_sampling", "temperature", "mode"):
         kinds = [sorted(slots[name][column].unique()) for name in (fit_set, report_set)]
         if kinds[0] != kinds[1]:
@@ -71,10 +75,12 @@ def calibrate(cfg: DictConfig) -> Path:
             )
     signals = [s for s in cfg.signals if not np.isnan(fit.values[s][fit.present]).any()]
 
-    with console.status("fitting temperatures"):
+    with console.status("fitting scales and shifts"):
         fitted = cal.fit(
             fit,
             run_id=run.path.name,
+            method=cfg.method,
+            by_domain=bool(cfg.by_domain),
             grid=cal.temperature_grid(
                 low=float(cfg.grid.low), high=float(cfg.grid.high), points=int(cfg.grid.points)
             ),
@@ -92,12 +98,13 @@ def calibrate(cfg: DictConfig) -> Path:
             level=float(cfg.bootstrap.level),
             seed=int(cfg.bootstrap.seed),
         )
-    head = report.values["confidence"]
+    head, chosen = report.values["confidence"], fitted.calibration.stage
+    calibrated = fitted.calibration.p_accept_given_prefix(head, report.frame["domain"].to_numpy())
     sweeps = [
         threshold_sweep(report, score, np.linspace(0.0, 0.8, int(cfg.thresholds)).tolist()).assign(
             stage=stage
         )
-        for stage, score in (("raw", head), ("sts", fitted.calibration.p_accept_given_prefix(head)))
+        for stage, score in (("raw", head), (chosen, calibrated))
     ]
     summary = mean_ece(metrics)
     calibration = replace(
@@ -115,11 +122,12 @@ def calibrate(cfg: DictConfig) -> Path:
         folder = fold_into_checkpoint(run, calibration, out / "folded")
         console.print(f"affine folded into {folder}", highlight=False)
     for line in _lines(summary):
-        console.print(line, highlight=False)
-    overall = summary["confidence"]["all"]
+        console.print(line, highlight=False, soft_wrap=True)
+    overall = summary["confidence"][cal.ALL]
+    worst = max(set(summary["confidence"]) - {cal.ALL}, key=lambda d: summary["confidence"][d][chosen])
     console.print(
-        f"[bold]mean ECE of the prefix product {100 * overall['raw']:.2f} % -> {100 * overall['sts']:.2f} %[/bold] on "
-        f"{report_set} ({report.frame['visit'].sum():.0f} rounds, {report.frame['prompt_id'].nunique()} prompts); "
+        f"[bold]mean ECE of the prefix product {100 * overall['raw']:.2f} % -> {100 * overall[chosen]:.2f} %[/bold] "
+        f"({chosen}; worst domain {worst} {100 * summary['confidence'][worst][chosen]:.2f} %) on {report_set} ({report.frame['visit'].sum():.0f} rounds, {report.frame['prompt_id'].nunique()} prompts); "
         f"{out / 'calibration.json'}",
         highlight=False,
         soft_wrap=True,
@@ -142,6 +150,23 @@ def evaluated_set(run: Run, name: str) -> str:
             "Evaluate the run on that set with experiments.evaluate, or name one of these."
         )
     return endings[0]
+
+
+def require_domains(
+    fit: cal.Rounds, report: cal.Rounds, *, fit_set: str, report_set: str, min_rounds: int
+) -> None:
+    """Raise ValueError unless each domain can be fitted by itself, and each domain of the report set is among them."""
+    domain = fit.frame["domain"].to_numpy()
+    for name in sorted(set(domain)):
+        cal.require_calibratable(
+            fit.take(domain == name), what=f"domain {name!r} of set {fit_set!r}", min_rounds=min_rounds
+        )
+    unseen = sorted(set(report.frame["domain"]) - set(domain))
+    if unseen:
+        raise ValueError(
+            f"by_domain=true, and set {report_set!r} has domains {unseen} that {fit_set!r} lacks; evaluate the run on "
+            "prompts of these domains too, or use by_domain=false."
+        )
 
 
 def compact(bins: pd.DataFrame) -> pd.DataFrame:
@@ -192,6 +217,8 @@ def _manifest(run: Run, cfg: DictConfig, calibration: cal.Calibration) -> str:
         "written": utc_now(),
         "fit": dict(calibration.fit),
         "report": {k: v for k, v in calibration.report.items() if k != "mean_ece"},
+        "method": calibration.method,
+        "by_domain": bool(cfg.by_domain),
         "bins": int(cfg.bins),
         "bootstrap": {k: cfg.bootstrap[k] for k in ("draws", "level", "seed")},
     }
@@ -199,10 +226,9 @@ def _manifest(run: Run, cfg: DictConfig, calibration: cal.Calibration) -> str:
 
 
 def _lines(summary: dict[str, dict[str, dict[str, float]]]) -> list[str]:
-    order = ("raw", "mapped", "affine", "sts", "isotonic")
+    order = ("raw", "mapped", "affine", "sts", "sts_by_domain", "sas", "sas_by_domain", "isotonic")
     return [
-        f"  {signal:<11}{domain:<8}"
-        + "  ".join(f"{s} {100 * stages[s]:5.2f} %" for s in order if s in stages)
+        f"  {signal:<11}{domain:<5}" + "  ".join(f"{s} {100 * stages[s]:.2f} %" for s in order if s in stages)
         for signal, domains in summary.items()
         for domain, stages in domains.items()
     ]

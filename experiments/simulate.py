@@ -137,20 +137,20 @@ def scores_of(
     """(p_accept_given_prefix, p_prefix_survives) by source, 0 where no slot is.
 
     raw          the head as it is
-    calibrated   after sequential temperature scaling
-    max_prob, entropy, margin   free signals, mapped and scaled on the calibration's fit set
+    calibrated   after the calibration's scaling, by domain where it was fitted so
+    max_prob, entropy, margin   free signals, mapped and scaled on the calibration's fit set in the same way
     alpha        with `sampled` drafts only: the true chance of acceptance, what a perfect head would say
     """
     conditional = {"alpha": np.clip(rounds.values["alpha"], 0.0, 1.0)} if sampled else {}
-    head = rounds.values["confidence"]
+    head, domain = rounds.values["confidence"], rounds.frame["domain"].to_numpy()
     if not np.isnan(head[rounds.present]).any():
         conditional["raw"] = head
         if calibration is not None:
-            conditional["calibrated"] = calibration.p_accept_given_prefix(head)
+            conditional["calibrated"] = calibration.p_accept_given_prefix(head, domain)
     if calibration is not None and free_signals:
         for name, mapping in calibration.signals.items():
             score = cal.signal_score(name, rounds.values[name])
-            conditional[name] = mapping.p_accept_given_prefix(score, cooled=True)
+            conditional[name] = mapping.p_accept_given_prefix(score, domain)
     conditional = {name: np.where(rounds.present, np.nan_to_num(c), 0.0) for name, c in conditional.items()}
     return conditional, {name: cal.p_prefix_survives(c) for name, c in conditional.items()}
 
@@ -190,6 +190,7 @@ def _manifest(
         "set": str(slots["dataset"].iloc[0]),
         "prompts": int(slots["prompt_id"].nunique()),
         "documents": int(slots["doc_id"].nunique()),
+        "calibration": calibration.stage if calibration else None,
         "calibration_fit": dict(calibration.fit) if calibration else None,
         "cost": {
             "name": costs.name,

@@ -44,6 +44,8 @@ def fitted(hot) -> cal.Fitted:
     return cal.fit(
         hot,
         run_id="synthetic",
+        method="temperature",
+        by_domain=False,
         grid=GRID,
         bins=15,
         binning="width",
@@ -145,9 +147,11 @@ def test_rounds_refuse_missing_columns_empty_tables_and_duplicates():
         cal.rounds_of(pd.concat([slots, slots.iloc[[3]]]))
 
 
-def test_sequential_scaling_recovers_the_temperature_that_was_put_in(fitted):
+def test_sequential_scaling_recovers_the_temperature_that_was_put_in(hot, fitted):
     # The head's logits are doubled; dividing them by 2 makes it exact at every position.
-    assert np.array(fitted.calibration.temperatures) == pytest.approx(2.0, rel=0.2)
+    scaling = fitted.calibration.scalings["all"]
+    assert 1 / np.array(scaling.scales) == pytest.approx(2.0, rel=0.2)
+    assert scaling.shifts == (0.0,) * hot.num_proposals
 
 
 @pytest.mark.parametrize("mode", ["replay", "decode"])
@@ -164,51 +168,183 @@ def test_scaling_lowers_prefix_ece_on_prompts_it_has_not_seen(fitted, mode):
         assert after < 0.035
 
 
-def test_earlier_positions_stay_fixed_while_later_ones_are_fitted(hot):
-    logits = cal.clipped_logit(hot.values["confidence"])
-    args = {"grid": GRID, "bins": 10, "binning": "width"}
-    whole = cal.fit_sequential_temperatures(logits, hot.survives, hot.prefix_weight, **args)
-    first = cal.fit_sequential_temperatures(
-        logits[:, :3], hot.survives[:, :3], hot.prefix_weight[:, :3], **args
-    )
-    np.testing.assert_array_equal(whole[:3], first)
+@pytest.mark.parametrize("method", ["temperature", "affine"])
+def test_earlier_positions_stay_fixed_while_later_ones_are_fitted(hot, method):
+    logits, fit_position = cal.clipped_logit(hot.values["confidence"]), position_fit(method)
+    whole = cal.fit_sequential(logits, hot.survives, hot.prefix_weight, fit_position)
+    first = cal.fit_sequential(logits[:, :3], hot.survives[:, :3], hot.prefix_weight[:, :3], fit_position)
+    assert (whole.scales[:3], whole.shifts[:3]) == (first.scales, first.shifts)
 
 
-@pytest.mark.parametrize("binning", ["width", "mass"])
-def test_the_grid_search_equals_the_plain_definition(binning):
-    rounds = cal.rounds_of(synthetic_slots(split="validation", prompts=3, heat=1.6, seed=3))
-    logits, grid = (
-        np.nan_to_num(cal.clipped_logit(rounds.values["confidence"])),
-        cal.temperature_grid(low=0.5, high=3.0, points=9),
-    )
-    chosen = cal.fit_sequential_temperatures(
-        logits, rounds.survives, rounds.prefix_weight, grid=grid, bins=8, binning=binning
-    )
+def position_fit(method: str, *, grid=GRID, bins: int = 10, binning: str = "width") -> cal.PositionFit:
+    if method == "affine":
+        return cal.scale_and_shift
+    return cal.temperature_search(grid=grid, bins=bins, binning=binning)
+
+
+def small_head() -> tuple[cal.Rounds, np.ndarray]:
+    rounds = cal.rounds_of(synthetic_slots(split="validation", prompts=3, heat=1.6, shift=0.3, seed=3))
+    return rounds, np.nan_to_num(cal.clipped_logit(rounds.values["confidence"]))
+
+
+def errors_by_position(rounds, logits, scaling, candidates, *, metric, **kw):
+    """Per position: the metric of the prefix product for each (scale, shift), earlier positions as in `scaling`."""
     before = np.ones(len(rounds))
     for k in range(rounds.num_proposals):
         used = rounds.prefix_weight[:, k] > 0
-        errors = [
+        yield [
             measured(
-                (before * expit(logits[:, k] / t))[used],
+                (before * expit(s * logits[:, k] + t))[used],
                 rounds.survives[used, k],
                 rounds.prefix_weight[used, k],
-                bins=8,
-                binning=binning,
-            )["ece"]
-            for t in grid
+                **kw,
+            )[metric]
+            for s, t in [(scaling.scales[k], scaling.shifts[k]), *candidates]
         ]
-        assert errors[int(np.flatnonzero(grid == chosen[k])[0])] == pytest.approx(min(errors), abs=1e-9)
-        before = before * expit(logits[:, k] / chosen[k])
+        before = before * expit(scaling.scales[k] * logits[:, k] + scaling.shifts[k])
+
+
+@pytest.mark.parametrize("binning", ["width", "mass"])
+def test_the_temperature_search_equals_the_plain_definition(binning):
+    rounds, logits = small_head()
+    grid = cal.temperature_grid(low=0.5, high=3.0, points=9)
+    chosen = cal.fit_sequential(
+        logits,
+        rounds.survives,
+        rounds.prefix_weight,
+        position_fit("temperature", grid=grid, bins=8, binning=binning),
+    )
+    candidates = [(1 / t, 0.0) for t in grid]
+    for mine, *others in errors_by_position(
+        rounds, logits, chosen, candidates, metric="ece", bins=8, binning=binning
+    ):
+        assert mine == pytest.approx(min(others), abs=1e-9)
+
+
+def test_no_scale_and_shift_of_a_grid_has_less_log_loss_than_the_fitted_ones():
+    rounds, logits = small_head()
+    chosen = cal.fit_sequential(logits, rounds.survives, rounds.prefix_weight, cal.scale_and_shift)
+    grid = [(s, t) for s in np.linspace(0.1, 2.0, 20) for t in np.linspace(-1.5, 1.5, 31)]
+    for k, (mine, *others) in enumerate(errors_by_position(rounds, logits, chosen, grid, metric="log_loss")):
+        best = grid[int(np.argmin(others))]
+        assert mine <= min(others) + 1e-9
+        assert best == pytest.approx((chosen.scales[k], chosen.shifts[k]), abs=0.15)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.floats(0.5, 2.5), st.floats(-1.0, 1.0), st.integers(0, 2**16))
+def test_a_shift_beside_the_scale_is_never_worse_than_a_scale_alone(heat, shift, seed):
+    rounds = cal.rounds_of(
+        synthetic_slots(split="validation", prompts=2, num_proposals=3, heat=heat, shift=shift, seed=seed)
+    )
+    logits = np.nan_to_num(cal.clipped_logit(rounds.values["confidence"]))
+    chosen = cal.fit_sequential(logits, rounds.survives, rounds.prefix_weight, cal.scale_and_shift)
+    temperatures = [(1 / t, 0.0) for t in GRID]
+    for mine, *others in errors_by_position(rounds, logits, chosen, temperatures, metric="log_loss"):
+        assert mine <= min(others) + 1e-6
+
+
+@pytest.mark.parametrize("mode", ["replay", "decode"])
+def test_sequential_scale_and_shift_recovers_those_that_were_put_in_at_each_position(mode):
+    slots = synthetic_slots(split="validation", mode=mode, prompts=200, tokens=90, num_proposals=3, seed=11)
+    heat, shift = np.array([2.0, 0.6, 1.3]), np.array([0.8, -0.4, 0.0])
+    at = slots["position"].to_numpy() - 1
+    said = heat[at] * cal.clipped_logit(slots["confidence"].to_numpy()) + shift[at]
+    rounds = cal.rounds_of(slots.assign(confidence=expit(said)))
+    found = cal.fit_sequential(
+        cal.clipped_logit(rounds.values["confidence"]),
+        rounds.survives,
+        rounds.prefix_weight,
+        cal.scale_and_shift,
+    )
+    # sigmoid(scale * (heat * logit + shift) + t) is the truth for scale = 1 / heat, t = -shift / heat.
+    assert np.array(found.scales) == pytest.approx(1 / heat, rel=0.15)
+    assert np.array(found.shifts) == pytest.approx(-shift / heat, abs=0.12)
 
 
 def test_a_perfect_head_keeps_temperature_one_when_candidates_tie():
     ones = np.ones((40, 2))
-    np.testing.assert_array_equal(
-        cal.fit_sequential_temperatures(
-            np.zeros((40, 2)), ones * 0.5, ones, grid=GRID, bins=1, binning="width"
-        )[:1],
-        [1.0],
+    tied = cal.fit_sequential(np.zeros((40, 2)), ones * 0.5, ones, position_fit("temperature", bins=1))
+    assert tied.scales[0] == 1.0
+
+
+def test_a_scale_that_nothing_tells_apart_stays_one():
+    # With every logit 0 the scale is free; only the shift answers for the rate of 0.8.
+    ones = np.ones((40, 1))
+    found = cal.fit_sequential(np.zeros((40, 1)), ones * 0.8, ones, cal.scale_and_shift)
+    assert found.scales == pytest.approx([1.0])
+    assert found.shifts == pytest.approx([np.log(4)], abs=1e-4)
+
+
+@pytest.mark.parametrize("method", ["temperature", "affine"])
+def test_a_position_without_weight_is_left_as_it_is(method):
+    rng = np.random.default_rng(12)
+    weight = np.ones((60, 2)) * [1, 0]
+    found = cal.fit_sequential(
+        rng.standard_normal((60, 2)), rng.random((60, 2)), weight, position_fit(method)
     )
+    assert (found.scales[1], found.shifts[1]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("kept", [0.0, 1.0])
+def test_a_position_with_one_outcome_alone_stays_finite(kept):
+    rng = np.random.default_rng(13)
+    logits, ones = rng.standard_normal((50, 3)) * 4, np.ones((50, 3))
+    found = cal.fit_sequential(logits, ones * kept, ones, cal.scale_and_shift)
+    assert np.isfinite([*found.scales, *found.shifts]).all()
+    assert np.abs(cal.p_prefix_survives(found(logits)) - kept).max() < 0.01
+
+
+def two_domains(split: str, seed: int) -> cal.Rounds:
+    """Code is shifted up and math down: no single scaling is right for both."""
+    parts = [
+        synthetic_slots(split=split, prompts=60, tokens=80, num_proposals=3, shift=by, seed=seed).query(
+            "domain == @name"
+        )
+        for name, by in (("code", 0.8), ("math", -0.8))
+    ]
+    return cal.rounds_of(pd.concat(parts, ignore_index=True))
+
+
+def test_a_fit_by_domain_mends_what_one_scaling_for_all_cannot():
+    fitted = cal.fit(
+        two_domains("validation", 14),
+        run_id="synthetic",
+        method="affine",
+        by_domain=True,
+        grid=GRID,
+        bins=15,
+        binning="width",
+        signals=(),
+        source={},
+    )
+    assert set(fitted.calibration.scalings) == {"math", "code"}
+    fresh = two_domains("test", 15)
+    domain, prefix = fresh.frame["domain"].to_numpy(), fitted.prefix(fresh)
+    np.testing.assert_array_equal(
+        prefix[("confidence", "sas_by_domain")],
+        cal.p_prefix_survives(fitted.calibration.p_accept_given_prefix(fresh.values["confidence"], domain)),
+    )
+    for name in ("math", "code"):
+        pooled, own = (
+            measured(
+                prefix[("confidence", stage)][domain == name, 0],
+                fresh.survives[domain == name, 0],
+                fresh.prefix_weight[domain == name, 0],
+            )["ece"]
+            for stage in ("sas", "sas_by_domain")
+        )
+        assert own < 0.03 < pooled
+
+
+def test_each_row_gets_its_domains_scaling_and_a_domain_without_one_is_refused():
+    scaling = cal.Scaling(scales=(0.5, 1.0), shifts=(0.1, 0.0))
+    by_domain = {"math": scaling, "code": cal.Scaling(scales=(1.0, 1.0), shifts=(0.0, 0.0))}
+    logits, names = np.array([[1.0, 2.0], [3.0, -1.0]]), np.array(["code", "math"])
+    np.testing.assert_allclose(cal.scaled(by_domain, logits, names), expit([[1.0, 2.0], [1.6, -1.0]]))
+    np.testing.assert_allclose(cal.scaled({"all": scaling}, logits, names), scaling(logits))
+    with pytest.raises(ValueError, match=r"domains \['law'\] have no scaling; .* on \['math', 'code'\]"):
+        cal.scaled(by_domain, logits, np.array(["law", "math"]))
 
 
 def test_affine_recovers_scale_and_shift():
@@ -328,6 +464,8 @@ def test_report_has_every_predictor_domain_and_position():
     fitted = cal.fit(
         cal.rounds_of(synthetic_slots(split="validation", seed=6, **small)),
         run_id="synthetic",
+        method="temperature",
+        by_domain=False,
         grid=GRID,
         bins=10,
         binning="width",
@@ -338,10 +476,9 @@ def test_report_has_every_predictor_domain_and_position():
     metrics, bins = cal.report_table(fitted, report, bins=10, draws=20, level=0.95, seed=0)
     assert set(metrics["domain"]) == {"all", "math", "code", "chat"}
     assert set(metrics["position"]) == {1, 2}
-    stages = {("confidence", s) for s in ("raw", "affine", "sts", "isotonic")}
-    stages |= {("max_prob", "raw")} | {
-        (n, s) for n in ("max_prob", "entropy") for s in ("mapped", "sts", "isotonic")
-    }
+    scaled = ("sts", "sts_by_domain", "sas", "sas_by_domain", "isotonic")
+    stages = {("confidence", s) for s in ("raw", "affine", *scaled)}
+    stages |= {("max_prob", "raw")} | {(n, s) for n in ("max_prob", "entropy") for s in ("mapped", *scaled)}
     by_quantity = {q: set(zip(t["signal"], t["stage"])) for q, t in metrics.groupby("quantity")}
     assert by_quantity["p_prefix_survives"] == stages
     assert by_quantity["p_accept_given_prefix"] == {s for s in stages if s[1] != "isotonic"}
@@ -361,6 +498,7 @@ def test_calibration_file_round_trips_and_refuses_strangers(tmp_path, fitted):
         ("{", "not JSON"),
         (json.dumps({"a": 1}), "not a dspark-calibration"),
         (json.dumps(content | {"version": 99}), "version 99"),
+        (json.dumps(content | {"version": 1}), "format version 1, this code reads 2; calibrate again"),
         (json.dumps({k: v for k, v in content.items() if k != "scale"}), r"lacks \['scale'\]"),
     ):
         path.write_text(broken)
@@ -370,7 +508,7 @@ def test_calibration_file_round_trips_and_refuses_strangers(tmp_path, fitted):
 
 def test_a_calibration_of_another_block_length_is_refused(fitted):
     with pytest.raises(ValueError, match="3 positions, calibration of run synthetic has 5"):
-        fitted.calibration.p_accept_given_prefix(np.full((2, 3), 0.5))
+        fitted.calibration.p_accept_given_prefix(np.full((2, 3), 0.5), np.array(["math", "code"]))
 
 
 def test_runs_without_a_head_few_rounds_and_shared_prompts_are_refused(hot):
@@ -388,12 +526,11 @@ def test_runs_without_a_head_few_rounds_and_shared_prompts_are_refused(hot):
 @given(
     arrays(np.float64, (20, 3), elements=st.floats(0.01, 0.99)),
     st.lists(st.floats(0.3, 3.0), min_size=3, max_size=3),
+    st.lists(st.floats(-2.0, 2.0), min_size=3, max_size=3),
 )
-def test_scaling_keeps_the_order_within_a_position(c, temperatures):
-    calibration = cal.Calibration(
-        run_id="x", temperatures=tuple(temperatures), scale=1.0, shift=0.0, signals={}, fit={}, report={}
-    )
-    for raw, cooled in zip(c.T, calibration.p_accept_given_prefix(c).T):
+def test_scaling_keeps_the_order_within_a_position(c, scales, shifts):
+    scaling = cal.Scaling(scales=tuple(scales), shifts=tuple(shifts))
+    for raw, cooled in zip(c.T, scaling(cal.clipped_logit(c)).T):
         order = np.argsort(raw, kind="stable")
         assert (np.diff(cooled[order]) >= -1e-12).all()
 
@@ -433,11 +570,48 @@ def test_the_command_writes_its_tables_and_lowers_the_error():
         (["min_rounds=100000"], "set 'validation' of run a_run has"),
         (["fit=train"], r"no evaluated set 'train'; it has \['test', 'validation'\]"),
         (["fold=true"], "no complete 'best' checkpoint"),
+        (["method=platt"], r"method is 'platt'; expected one of \['temperature', 'affine'\]"),
+        (["by_domain=true", "min_rounds=400"], "domain 'code' of set 'validation' has"),
     ],
 )
 def test_the_command_refuses_what_would_mislead(overrides, message):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         calibrate(composed(f"run={calibrated_run()}", *overrides))
+
+
+def test_by_domain_wants_every_domain_of_the_report_in_the_fit_set(tmp_path):
+    tables = {s: synthetic_slots(split=s, prompts=3, num_proposals=2) for s in ("validation", "test")}
+    tables["validation"] = tables["validation"].query("domain != 'chat'")
+    run = made_up_run(tmp_path / "narrow", tables)
+    with pytest.raises(ValueError, match=r"'test' has domains \['chat'\] that 'validation' lacks"):
+        calibrate(composed(f"run={run}", "min_rounds=1", "by_domain=true"))
+    out = calibrate(composed(f"run={run}", "min_rounds=1", "bootstrap.draws=2", "thresholds=2"))
+    stages = cal.Calibration.read(out / "calibration.json").report["mean_ece"]["confidence"]["chat"]
+    assert {"sts", "sas"} <= set(stages)
+    assert not any(s.endswith("by_domain") for s in stages)
+
+
+@pytest.mark.parametrize("method, stage", [("temperature", "sts"), ("affine", "sas")])
+def test_the_command_keeps_the_method_that_was_asked_for(tmp_path, method, stage):
+    out = calibrate(
+        composed(
+            f"run={calibrated_run()}", f"method={method}", "by_domain=true", f"out={tmp_path}", "thresholds=2"
+        )
+    )
+    written = cal.Calibration.read(out / "calibration.json")
+    assert written.stage == f"{stage}_by_domain"
+    assert set(written.scalings) == set(written.signals["entropy"].scalings) == {"math", "code", "chat"}
+    shifts = np.concatenate([s.shifts for s in written.scalings.values()])
+    assert (shifts == 0).all() == (method == "temperature")
+    assert set(pd.read_parquet(out / "thresholds.parquet")["stage"]) == {"raw", written.stage}
+    assert json.loads((out / "manifest.json").read_text())["method"] == method
+    first, second = (s["confidence"] for s in (written.report["mean_ece"], default_report()))
+    assert first == second  # every method is reported, whichever was chosen
+
+
+def default_report() -> dict:
+    path = calibrated_run() / "calibration" / "calibration.json"
+    return cal.Calibration.read(path).report["mean_ece"]
 
 
 def test_the_command_refuses_a_run_without_a_head_and_shared_prompts(tmp_path):

@@ -10,11 +10,11 @@ import pytest
 from hydra import compose, initialize
 
 from dspark import simulation as sim
-from dspark.calibration import p_prefix_survives, rounds_of
+from dspark.calibration import Calibration, Scaling, SignalMap, p_prefix_survives, rounds_of
 from dspark.costs import CostTable
 from experiments.bench_steps import arguments as bench_arguments
 from experiments.bench_steps import run as bench_run
-from experiments.simulate import benchmark, simulate
+from experiments.simulate import benchmark, scores_of, simulate
 from tests.slot_tables import calibrated_run, made_up_run, synthetic_slots
 
 NAN = float("nan")
@@ -308,6 +308,22 @@ def test_the_command_writes_every_policy_concurrency_and_mix(tmp_path, capsys):
     )
     assert json.loads((out / "manifest.json").read_text())["cost"]["draft_ms_at_1"] == 2.0
     assert "best block length by concurrency" in capsys.readouterr().out
+
+
+def test_a_calibration_by_domain_scales_each_round_by_its_own_domain():
+    rounds = rounds_of(synthetic_slots(split="test", prompts=2, num_proposals=2))
+    constant = {"math": -1.0, "code": 0.0, "chat": 1.0}  # scale 0: a domain's every draft has the same chance
+    scalings = {d: Scaling(scales=(0.0, 0.0), shifts=(t, t)) for d, t in constant.items()}
+    calibration = Calibration(
+        run_id="synthetic", method="affine", scalings=scalings, scale=1.0, shift=0.0, fit={}, report={},
+        signals={"entropy": SignalMap(slope=1.0, intercepts=(0.0, 0.0), scalings=scalings)},
+    )  # fmt: skip
+    conditional, prefix = scores_of(rounds, calibration, sampled=False, free_signals=True)
+    shift = rounds.frame["domain"].map(constant).to_numpy()[:, None]
+    expected = np.where(rounds.present, 1 / (1 + np.exp(-shift)), 0.0)
+    for source in ("calibrated", "entropy"):
+        np.testing.assert_allclose(conditional[source], expected)
+        np.testing.assert_allclose(prefix[source], np.cumprod(expected, axis=1))
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,31 @@ from dspark.analysis.style import (
     POLICIES,
     SIGNAL_NAMES,
     SIGNALS,
-    STAGE_NAMES,
-    STAGES,
     percent,
 )
 
 PREFIX = "p_prefix_survives"
 CONDITIONAL = "p_accept_given_prefix"
+STAGES = {
+    "raw": "#d9653b",
+    "mapped": "#d9a13b",
+    "affine": "#8a6fb0",
+    "sts": "#3b6fb6",
+    "sts_by_domain": "#8fb4e3",
+    "sas": "#2a9d77",
+    "sas_by_domain": "#8fcdb5",
+    "isotonic": MUTED,
+}
+STAGE_NAMES = {
+    "raw": "as it comes",
+    "mapped": "mapped to a rate",
+    "affine": "one affine",
+    "sts": "sequential temperatures",
+    "sts_by_domain": "sequential temperatures, by domain",
+    "sas": "sequential scale and shift",
+    "sas_by_domain": "sequential scale and shift, by domain",
+    "isotonic": "isotonic (reference)",
+}
 QUANTITY_NAMES = {PREFIX: "prefix survives", CONDITIONAL: "accepted, given the prefix"}
 
 
@@ -95,10 +113,13 @@ def plot_metric_by_position(
     metric: str,
     domain: str = "all",
     signal: str = "confidence",
-    stages: tuple[str, ...] = ("raw", "affine", "sts", "isotonic"),
+    stages: tuple[str, ...] = ("raw", "affine", "sts", "sas_by_domain", "isotonic"),
     quantity: str = PREFIX,
 ) -> Axes:
-    """One metric of one predictor by draft position, before and after each calibration, with its bootstrap interval."""
+    """One metric of one predictor by draft position, before and after each calibration, with its bootstrap interval.
+
+    Stages that the table lacks are left out.
+    """
     for stage in stages:
         rows = metrics[
             (metrics["quantity"] == quantity)
@@ -108,6 +129,8 @@ def plot_metric_by_position(
             & (metrics["binning"] == "width")
             & (metrics["metric"] == metric)
         ].sort_values("position")
+        if rows.empty:
+            continue
         ax.fill_between(
             rows["position"], rows["low"], rows["high"], color=STAGES[stage], alpha=0.15, linewidth=0
         )

@@ -35,15 +35,6 @@ SIGNAL_NAMES = {
     "margin": "margin",
 }
 
-STAGES = {"raw": "#d9653b", "mapped": "#d9a13b", "affine": "#8a6fb0", "sts": "#3b6fb6", "isotonic": MUTED}
-STAGE_NAMES = {
-    "raw": "as it comes",
-    "mapped": "mapped to a rate",
-    "affine": "one affine",
-    "sts": "sequential temperatures",
-    "isotonic": "isotonic (reference)",
-}
-
 
 def use_style() -> None:
     """Set Matplotlib's defaults for the notebooks: 11 pt text, light grid, no top and right spines, sharp pictures."""

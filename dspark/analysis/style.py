@@ -35,6 +35,27 @@ SIGNAL_NAMES = {
     "margin": "margin",
 }
 
+STAGES = {
+    "raw": "#d9653b",
+    "mapped": "#d9a13b",
+    "affine": "#8a6fb0",
+    "sts": "#3b6fb6",
+    "sts_by_domain": "#8fb4e3",
+    "sas": "#2a9d77",
+    "sas_by_domain": "#8fcdb5",
+    "isotonic": MUTED,
+}
+STAGE_NAMES = {
+    "raw": "as it comes",
+    "mapped": "mapped to a rate",
+    "affine": "one affine",
+    "sts": "sequential temperatures",
+    "sts_by_domain": "sequential temperatures, by domain",
+    "sas": "sequential scale and shift",
+    "sas_by_domain": "sequential scale and shift, by domain",
+    "isotonic": "isotonic (reference)",
+}
+
 
 def use_style() -> None:
     """Set Matplotlib's defaults for the notebooks: 11 pt text, light grid, no top and right spines, sharp pictures."""

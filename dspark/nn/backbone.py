@@ -95,7 +95,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "... n"], dtype: torch.dtype | None = None) -> Float[Tensor, "... n"]:
         dtype = dtype or x.dtype
-        if x.device.type != "cpu" or torch.compiler.is_compiling():  # the compiler fuses as well or better
+        # A compiler writes its own backward pass; given ours, torch 2.11 compiled wrong gradients.
+        if x.device.type != "cpu" or torch.compiler.is_compiling():
             return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps).to(dtype)
         return _CpuRMSNorm.apply(x, self.weight, self.eps, dtype)
 

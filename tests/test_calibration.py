@@ -39,19 +39,14 @@ def hot() -> cal.Rounds:
     return cal.rounds_of(synthetic_slots(split="validation", prompts=60, tokens=80, heat=2.0, seed=1))
 
 
+def fit(rounds: cal.Rounds, **changes) -> cal.Fitted:
+    options = {"method": "temperature", "by_domain": False, "bins": 15, "signals": (), "source": {}}
+    return cal.fit(rounds, run_id="synthetic", grid=GRID, binning="width", **(options | changes))
+
+
 @pytest.fixture(scope="module")
 def fitted(hot) -> cal.Fitted:
-    return cal.fit(
-        hot,
-        run_id="synthetic",
-        method="temperature",
-        by_domain=False,
-        grid=GRID,
-        bins=15,
-        binning="width",
-        signals=cal.FREE_SIGNALS,
-        source={"set": "validation"},
-    )
+    return fit(hot, signals=cal.FREE_SIGNALS, source={"set": "validation"})
 
 
 def test_ece_brier_and_bias_of_a_hand_computed_case():
@@ -307,17 +302,7 @@ def two_domains(split: str, seed: int) -> cal.Rounds:
 
 
 def test_a_fit_by_domain_mends_what_one_scaling_for_all_cannot():
-    fitted = cal.fit(
-        two_domains("validation", 14),
-        run_id="synthetic",
-        method="affine",
-        by_domain=True,
-        grid=GRID,
-        bins=15,
-        binning="width",
-        signals=(),
-        source={},
-    )
+    fitted = fit(two_domains("validation", 14), method="affine", by_domain=True)
     assert set(fitted.calibration.scalings) == {"math", "code"}
     fresh = two_domains("test", 15)
     domain, prefix = fresh.frame["domain"].to_numpy(), fitted.prefix(fresh)
@@ -461,16 +446,10 @@ def test_one_prompt_has_no_interval():
 
 def test_report_has_every_predictor_domain_and_position():
     small = {"prompts": 2, "tokens": 25, "num_proposals": 2, "heat": 2.0}
-    fitted = cal.fit(
+    fitted = fit(
         cal.rounds_of(synthetic_slots(split="validation", seed=6, **small)),
-        run_id="synthetic",
-        method="temperature",
-        by_domain=False,
-        grid=GRID,
         bins=10,
-        binning="width",
         signals=("max_prob", "entropy"),
-        source={},
     )
     report = cal.rounds_of(synthetic_slots(split="test", seed=7, **small))
     metrics, bins = cal.report_table(fitted, report, bins=10, draws=20, level=0.95, seed=0)

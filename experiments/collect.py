@@ -451,16 +451,10 @@ def engine_set(cfg: DictConfig, verifier: Verifier, mask_token_id: int) -> Token
 
 
 def read_prompts(cfg: DictConfig, verifier: Verifier) -> tuple[list[Prompt], Counter[str]]:
-    """Prompts of a JSONL file, or templates and the verifier's own."""
+    """Prompts of JSONL files, or templates and the verifier's own."""
     data = cfg.data
     if data.kind == "jsonl":
-        return read_jsonl(
-            data.path,
-            domain=data.domain,
-            split_fractions=dict(data.split_fractions),
-            role_map=dict(data.role_map),
-            limit=cfg.limit,
-        )
+        return prompts_of_files(cfg)
     prompts = template_prompts(counts=dict(data.counts), domains=list(data.domains), seed=int(data.seed))
     skipped: Counter[str] = Counter()
     openings = partial(opening_of, domains=list(data.opened_domains), seed=int(data.seed))
@@ -491,6 +485,32 @@ def read_prompts(cfg: DictConfig, verifier: Verifier) -> tuple[list[Prompt], Cou
     return prompts, skipped
 
 
+def prompts_of_files(cfg: DictConfig) -> tuple[list[Prompt], Counter[str]]:
+    """Prompts of all files of `data.path`, at most `limit` of each; a prompt that two files hold counts with the first."""
+    data = cfg.data
+    prompts: dict[str, Prompt] = {}
+    skipped: Counter[str] = Counter()
+    for path in map(Path, prompt_paths(cfg)):
+        found, left_out = read_jsonl(
+            path,
+            domain=str(data.domains.get(path.stem, data.domain)),
+            split_fractions=dict(data.split_fractions),
+            role_map=dict(data.role_map),
+            limit=cfg.limit,
+        )
+        skipped.update(left_out)
+        for prompt in found:
+            if prompt.prompt_id in prompts:
+                skipped["duplicate"] += 1
+            prompts.setdefault(prompt.prompt_id, prompt)
+    return list(prompts.values()), skipped
+
+
+def prompt_paths(cfg: DictConfig) -> list[str]:
+    """`data.path` of JSONL prompts: one file or several."""
+    return list(cfg.data.path) if OmegaConf.is_list(cfg.data.path) else [cfg.data.path]
+
+
 def answered(
     cfg: DictConfig,
     verifier: Verifier,
@@ -507,7 +527,9 @@ def answered(
         "seed": int(cfg.data.seed),
         "compute_dtype": verifier.info.compute_dtype,
     }
-    dataset = cfg.data.name if cfg.data.kind == "templates" else f"{cfg.data.name}:{Path(cfg.data.path).name}"
+    dataset = cfg.data.name
+    if cfg.data.kind == "jsonl":
+        dataset += ":" + ",".join(Path(path).name for path in prompt_paths(cfg))
 
     def temperature(prompt: Prompt) -> float:
         sampled = fraction_of(prompt.prompt_id) < float(settings.sampled_share)

@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
-from safetensors import safe_open
 
 from dspark.analysis.ablations import leaderboard_table
 from dspark.analysis.tables import markdown, prompt_totals
@@ -137,26 +136,19 @@ def describe(run: Run, config: DictConfig) -> dict[str, Any]:
     """What the leaderboard says of a run beside its acceptance."""
     manifest = run.manifest
     results = manifest.results
-    with safe_open(run.checkpoint("best") / "draft.safetensors", framework="pt") as file:
-        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    parameters = sum(
-        int(pd.Series(shape, dtype="int64").prod())
-        for name, shape in shapes.items()
-        if name not in ("lm_head", "kept_ids")
-    )
     return {
         "run_id": run.path.name,
         "seed": manifest.seed,
         "config_sha": manifest.config_sha,
         "cell": config_sha(config, without=("seed",)),
-        "parameters": parameters,
+        "parameters": results.get("parameters", float("nan")),
         "step_seconds": results.get("train_seconds", float("nan")) / max(1, results.get("steps", 0)),
-        "ablation": "+".join(
+        "ablation": str(config.get("label") or "")  # as in the run's id
+        or "+".join(
             o.split("=", 1)[1].strip("[]").replace(",", "+")
             for o in manifest.overrides
             if o.lstrip("+").startswith("ablation=")
-        )
-        or str(config.get("label") or ""),
+        ),
     }
 
 

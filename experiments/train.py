@@ -371,17 +371,21 @@ def describe(
 ) -> str:
     """What is about to be trained, in a few lines."""
     config = draft.config
-    trained = sum(p.numel() for p in draft.parameters())
     layout = "anchor-first" if config.sample_from_anchor else "fill-in"
     gamma = cfg.loss.decay_gamma
     return (
         f"[bold]DSpark draft[/bold] of {cache.manifest.verifier.name}: {config.num_layers} layers x {config.hidden_size}, "
         f"block {config.block_size} {layout} (N = {config.num_proposals}), head {config.head} rank {config.markov_rank}, "
-        f"vocabulary {config.draft_vocab_size}/{config.vocab_size}, {trained / 1e6:.1f} M trained parameters\n"
+        f"vocabulary {config.draft_vocab_size}/{config.vocab_size}, {trained_parameters(draft) / 1e6:.1f} M trained parameters\n"
         f"data {cache.path}: {len(rows.documents)} documents in {rows.rows_per_epoch} rows of {rows.seq_length} tokens; "
         f"{steps} steps of {cfg.trainer.anchors} anchors, {precision}, "
         f"decay_gamma {gamma if gamma is not None else 'off'}\nrun {run.path}"
     )
+
+
+def trained_parameters(draft: Draft) -> int:
+    """Numbers that training changes; the verifier's tensors are buffers, and not among them."""
+    return sum(p.numel() for p in draft.parameters())
 
 
 def build_trainer(cfg: DictConfig, run: Run, rows: PackedRows, precision: str, steps: int) -> L.Trainer:
@@ -445,6 +449,7 @@ def finish(
         "steps": trainer.global_step,
         "train_seconds": round(seconds, 1),
         "validation_tau": round(module.best_tau, 4),
+        "parameters": trained_parameters(module.draft),
     }
     if not trainer.is_global_zero:
         return results

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,29 @@ def test_a_byte_budget_leaves_a_readable_cache(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"byte_budget is '3 apples'"):
         collect.parse_bytes("3 apples")
     assert collect.parse_bytes("2.5GB") == 2_500_000_000
+
+
+def test_several_prompt_files_give_one_cache_with_the_domain_of_each(tmp_path: Path) -> None:
+    """`limit` is of each file, a prompt of two files counts once, and unknown files have `data.domain`."""
+    prompts(tmp_path / "gsm8k.jsonl", *([f"how many {i}"] for i in range(5)))
+    prompts(tmp_path / "mbpp.jsonl", ["write f"], ["how many 0"], ["write g"])
+    prompts(tmp_path / "mine.jsonl", ["good day"])
+    manifest = collect.collect_cache(
+        configuration(
+            "verifier=tiny",
+            "data=jsonl",
+            "data.path=[gsm8k.jsonl,mbpp.jsonl,mine.jsonl]",
+            "data.responses.max_new_tokens=6",
+            "limit=3",
+            "name=several",
+            "progress=false",
+        )
+    )
+    cache = FeatureCache.open(tmp_path / "data/cache/several")
+    domains = Counter(cache.info(i).domain for i in range(len(cache)))
+    assert domains == {"math": 3, "code": 2, "chat": 1}
+    assert manifest.skipped == {"over_limit": 2, "duplicate": 1}
+    assert manifest.dataset == "jsonl:gsm8k.jsonl,mbpp.jsonl,mine.jsonl"
 
 
 def test_show_mask_counts_and_prints_tokens(capsys: pytest.CaptureFixture[str]) -> None:

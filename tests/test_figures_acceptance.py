@@ -52,11 +52,19 @@ def test_curves_show_every_domain_by_position(ax, draw, column):
     frame = positions()
     assert draw(frame, ax) is ax
     drawn = {line.get_label(): line for line in ax.lines}
-    assert set(drawn) == {"math", "chat", "mean of domains"}
+    assert set(drawn) == {"math", "chat", "mean"}
     expected = frame[(frame["domain"] == "math") & frame[column].notna()]
     np.testing.assert_allclose(drawn["math"].get_ydata(), expected[column])
     assert drawn["math"].get_xdata().tolist() == [1, 2, 3]  # counted from 1, the rest beyond N left out
     assert len(ax.collections) == 3  # an interval each
+
+
+def test_sets_of_one_domain_are_curves_of_their_own():
+    one = pd.DataFrame({"dataset": ["mine-test"] * 3, "domain": ["math", "chat", "all"]})
+    assert figures.curve_names(one).tolist() == ["math", "chat", "all"]
+    several = ["gsm8k-test-t0", "math500-t0.7-decode", "arena-hard-200-test-t1-sampled", "all"]
+    frame = pd.DataFrame({"dataset": several, "domain": ["math", "math", "chat", "all"]})
+    assert figures.curve_names(frame).tolist() == ["gsm8k", "math500", "arena-hard-200", "all"]
 
 
 def test_rates_of_hardly_reached_positions_are_left_out(ax):

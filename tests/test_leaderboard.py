@@ -15,13 +15,11 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from dspark.analysis import ablations
-from dspark.config import Contract
 from dspark.evaluation import ROUND_COLUMNS, SLOT_COLUMNS
-from dspark.runs import Run, RunManifest, save_draft, write_table
+from dspark.runs import Run, RunManifest, write_table
 from experiments.cli import CONFIGS
 from experiments.leaderboard import rank
 from experiments.sweep import config_sha
-from tests.builders import random_draft
 
 NOTEBOOK = Path(CONFIGS).parent / "notebooks/03_ablations.ipynb"
 N = 7
@@ -62,11 +60,9 @@ def made_up_run(root: Path, label: str, seed: int, *extra: str, shift: float = 0
         data={},
         parent=None,
         status="complete",
-        results={"steps": 50, "train_seconds": 10.0 + shift * 20},
+        results={"steps": 50, "train_seconds": 10.0 + shift * 20, "parameters": 1000 + len(label)},
     )
     run = Run.create(root, manifest, OmegaConf.to_yaml(cfg, resolve=True))
-    draft = random_draft()
-    save_draft(draft, run.checkpoints / "best", Contract(), {})
     slots, rounds = made_up_tables(name, min(cfg.draft.block_size - 1, N), shift, seed, prompts)
     write_table(slots, run.eval_folder("tiny-test") / "slots.parquet")
     write_table(rounds, run.eval_folder("tiny-test") / "rounds.parquet")
@@ -140,8 +136,7 @@ def test_rows_are_ranked_with_intervals_and_verdicts(grid):
     assert told["tau"] == pytest.approx(told[["tau_math", "tau_code", "tau_chat"]].mean(), abs=5e-6)
     assert told["changes"].startswith("head.kind: vanilla -> none")
     assert table.loc["block_4", "changes"] == "draft.block_size: 8 -> 4"
-    draft = random_draft()
-    assert (table["parameters"] == sum(p.numel() for p in draft.parameters())).all()
+    assert all(row.parameters == 1000 + len(label) for label, row in table.iterrows())
     assert told["step_seconds"] == pytest.approx((10 - 0.12 * 20) / 50)
     assert all(f"no_markov-s{s}" in told["run_ids"] for s in range(3))
     text = (grid / "leaderboard/leaderboard.md").read_text()
@@ -247,6 +242,22 @@ def test_position_gains_are_differences_of_conditional_acceptance(grid):
     assert (gains["label"] == "block_4").sum() == 3
 
 
+def test_pair_gains_are_ratios_of_taus_with_an_interval(grid):
+    totals, runs, table = (
+        pd.read_parquet(grid / f"leaderboard/{n}.parquet") for n in ("prompts", "runs", "leaderboard")
+    )
+    pairs = {"head": ("baseline", "no_markov"), "itself": ("depth_5", "depth_5"), "absent": ("baseline", "x")}
+    gains = ablations.pair_gains(totals, runs, pairs, draws=200, level=0.95, seed=0).set_index("name")
+    assert list(gains.index) == ["head", "itself"]
+    tau = table.set_index("label")["tau"]
+    head, itself = gains.loc["head"], gains.loc["itself"]
+    assert head["gain"] == pytest.approx(tau["baseline"] / tau["no_markov"] - 1)
+    assert head["gain_low"] < head["gain"] < head["gain_high"]
+    assert head["gain_low"] > 0
+    assert itself[["gain", "gain_low", "gain_high"]].tolist() == [0, 0, 0]  # the same prompts and seeds
+    assert (gains["seeds"] == 3).all()
+
+
 # ---- the notebook
 
 
@@ -265,7 +276,7 @@ def test_the_notebook_runs_on_a_small_grid(grid, monkeypatch):
             if cell["cell_type"] == "code":
                 exec(compile("".join(cell["source"]), NOTEBOOK.name, "exec"), scope)
         figures = [plt.figure(number) for number in plt.get_fignums()]
-        assert len(figures) == 5
+        assert len(figures) == 6
         for figure in figures:
             figure.canvas.draw()
             assert all(ax.lines or ax.collections for ax in figure.axes)

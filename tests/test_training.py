@@ -82,6 +82,8 @@ def test_a_run_leaves_everything_that_says_what_it_was(tiny_cache, tmp_path):
     assert manifest.results["documents"] == len(tiny_cache.select(split="test", temperature=0.0)) == 3
     assert manifest.data["documents"] == len(tiny_cache.select(split="train"))
     assert {"tau", "accepted", "alpha", "train_seconds"} <= set(manifest.results)
+    draft, _, _ = load_draft(run.checkpoint("best"), attention_backend="grouped")
+    assert manifest.results["parameters"] == sum(p.numel() for p in draft.parameters())
     for name in (
         "config.yaml",
         "metrics.parquet",

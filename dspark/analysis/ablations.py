@@ -7,7 +7,7 @@ same ones where both rows have them: another sample of prompts and other seeds w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -71,7 +71,7 @@ def leaderboard_table(
                     for d, v in points.items()
                     if d != "all"
                 },
-                "parameters": int(own["parameters"].iloc[0]),
+                "parameters": own["parameters"].iloc[0],
                 "step_seconds": float(own["step_seconds"].median()),
                 **{c: own[c].iloc[0] for c in carried},
                 "run_ids": " ".join(own["run_id"]),
@@ -94,6 +94,41 @@ def position_gains(positions: pd.DataFrame, labels: Sequence[str], *, baseline: 
         frame = pd.DataFrame({"gain": gaps.mean(), "gain_low": gaps.min(), "gain_high": gaps.max()})
         parts.append(frame.reset_index().assign(label=label))
     return pd.concat(parts, ignore_index=True)[["label", "position", "gain", "gain_low", "gain_high"]]
+
+
+def pair_gains(
+    totals: pd.DataFrame,
+    runs: pd.DataFrame,
+    pairs: Mapping[str, tuple[str, str]],
+    *,
+    draws: int,
+    level: float,
+    seed: int,
+) -> pd.DataFrame:
+    """How many more tokens a round one label emits than another, relative: `pairs[name] = (label, reference)`.
+
+    Means over the seeds that both have; the interval resamples prompts and those seeds. Columns: name, tau, tau_reference, gain,
+    gain_low, gain_high (1 is twice the tokens), seeds. Pairs without a shared seed are left out.
+    """
+    order = list(runs["run_id"])
+    points, samples = _taus(totals, order, draws, seed)
+    rng = np.random.default_rng((seed, 1))
+    tail = 100.0 * (1.0 - level) / 2.0
+    rows = []
+    for name, labels in pairs.items():
+        mine, theirs = (_by_seed(runs, order, label) for label in labels)
+        shared = sorted(set(mine) & set(theirs))
+        if not shared:
+            continue
+        columns = [mine[s] for s in shared], [theirs[s] for s in shared]
+        tau, reference = (float(points["all"][c].mean()) for c in columns)
+        picks = rng.integers(0, len(shared), size=(draws, len(shared)))
+        drawn, base = (np.take_along_axis(samples["all"][:, c], picks, axis=1).mean(1) for c in columns)
+        low, high = np.percentile(drawn / base - 1.0, [tail, 100.0 - tail])
+        gain = tau / reference - 1.0
+        rows.append((name, tau, reference, gain, float(low), float(high), len(shared)))
+    names = ["name", "tau", "tau_reference", "gain", "gain_low", "gain_high", "seeds"]
+    return pd.DataFrame(rows, columns=names)
 
 
 def setting_curve(table: pd.DataFrame, setting: str) -> pd.DataFrame:
@@ -155,6 +190,21 @@ def plot_setting(curve: pd.DataFrame, ax: Axes, *, label: str, log: bool = False
     ax.set_xticks(x, ["off" if np.isinf(v) else f"{v:g}" for v in curve["value"]])
     ax.set(xlabel=label, ylabel="tau (bonus included)")
     ax.legend()
+    return ax
+
+
+def plot_pair_gains(gains: pd.DataFrame, ax: Axes) -> Axes:
+    """The gains of `pair_gains` in per cent with their intervals, one column a pair, in the table's order."""
+    x = np.arange(len(gains))
+    ax.vlines(x, 100 * gains["gain_low"], 100 * gains["gain_high"], color=LINES[0], linewidth=2.6, alpha=0.45)
+    ax.plot(x, 100 * gains["gain"], "o", color=LINES[0])
+    for at, row in zip(x, gains.itertuples(), strict=True):
+        text = f"{row.tau_reference:.2f} → {row.tau:.2f}"
+        ax.annotate(text, (at, 100 * row.gain), (9, 0), textcoords="offset points", va="center", fontsize=9)
+    ax.axhline(0.0, color=INK, linewidth=1, linestyle=(0, (2, 3)))
+    ax.set_xticks(x, gains["name"])
+    ax.set(xlim=(-0.5, len(gains) - 0.1), ylabel="tokens a round, per cent more")
+    ax.grid(axis="x", visible=False)
     return ax
 
 

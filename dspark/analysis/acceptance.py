@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from dspark.analysis.style import DOMAINS, INK, MUTED, percent
 
-NAMES = {"all": "mean of domains"}
+NAMES = {"all": "mean"}
 PALE = LinearSegmentedColormap.from_list("pale", ["#ffffff", "#dce8f5", "#8fb4e3", "#3b6fb6", "#1f3f73"])
 
 
@@ -23,10 +23,25 @@ def colours(labels: list[str]) -> dict[str, tuple[float, float, float]]:
     """A fixed colour for known domains, and distinct ones for everything else."""
     unknown = [label for label in labels if label not in DOMAINS]
     taken = {DOMAINS[label] for label in labels if label in DOMAINS}
-    few = [shade for shade in (*list(DOMAINS.values())[1:4], "#8a6fb0", "#c99a1f") if shade not in taken]
+    few = [
+        shade
+        for shade in (*list(DOMAINS.values())[1:4], "#8a6fb0", "#c99a1f", "#b44b8f")
+        if shade not in taken
+    ]
     spare = few if len(unknown) <= len(few) else sns.color_palette("husl", len(unknown))
     shades = dict(zip(unknown, map(to_rgb, spare), strict=False))
     return {label: to_rgb(DOMAINS[label]) if label in DOMAINS else shades[label] for label in labels}
+
+
+def curve_names(table: pd.DataFrame) -> pd.Series:
+    """What each row belongs to: its domain, or, where several sets were measured, its set without the way of measuring.
+
+    Sets of one domain are curves of their own; drawn as one, they would jump between each other.
+    """
+    sets = table["dataset"].str.replace(
+        r"(-(test|validation|train))?(-t[\d.]+)?(-sampled)?(-decode)?$", "", regex=True
+    )
+    return table["domain"] if sets[sets != "all"].nunique() == 1 else sets
 
 
 def plot_conditional_acceptance(

@@ -95,7 +95,7 @@ def plot_metric_by_position(
     metric: str,
     domain: str = "all",
     signal: str = "confidence",
-    stages: tuple[str, ...] = ("raw", "affine", "sts", "sas_by_domain", "isotonic"),
+    stages: tuple[str, ...] = ("raw", "sts", "affine", "sas", "isotonic"),
     quantity: str = PREFIX,
 ) -> Axes:
     """One metric of one predictor by draft position, before and after each calibration, with its bootstrap interval.

@@ -192,11 +192,17 @@ class GroupedPlan:
         window: int | None,
     ) -> GroupedPlan:
         groups = []
-        for row_anchors, row_starts in zip(anchors, starts, strict=True):
+        # Read at once: on CUDA each read waits for everything queued before it.
+        places, begins = torch.stack([anchors, starts]).cpu()
+        for row_anchors, row_starts, row_places, row_begins in zip(
+            anchors, starts, places, begins, strict=True
+        ):
             row = []
             for first in range(0, len(row_anchors), GROUP):
-                part, begin = row_anchors[first : first + GROUP], row_starts[first : first + GROUP]
-                lo, hi, lowest, highest = int(begin.min()), int(part.max()), int(part.min()), int(begin.max())
+                own = slice(first, first + GROUP)
+                part, begin = row_anchors[own], row_starts[own]
+                lowest, highest = int(row_places[own].min()), int(row_begins[own].max())
+                lo, hi = int(row_begins[own].min()), int(row_places[own].max())
                 if window is not None:
                     lo = max(lo, lowest - window + 1)
                 lo, hi = _padded(lo, hi, len(part) * block_size, length)

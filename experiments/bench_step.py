@@ -402,7 +402,8 @@ def count_flops(problem: Problem) -> dict[str, float]:
 
     Backward costs a trained matrix twice its forward (input and weight gradient), a frozen one once. `fc` needs no input
     gradient. Attention counts visible (query, key) pairs only. Slots that no proposal reads are left out of the last layer's
-    queries and MLP; target logits are needed once per distinct position.
+    queries and MLP; the first layer projects a mask's query, key and value once for all; target logits are needed once per
+    distinct position.
     """
     g, config, batch = problem.geometry, problem.config, problem.batch
     blocks = build_blocks(batch, config)
@@ -415,7 +416,9 @@ def count_flops(problem: Problem) -> dict[str, float]:
         queries = proposals if layer == g.layers - 1 else slots
         per_anchor = queries / g.anchors
         flops["context"] += 3 * 2.0 * g.tokens * g.hidden * 2 * narrow
-        flops["block projections"] += 3 * 2.0 * g.hidden * (slots * 2 * narrow + queries * 2 * wide)
+        rows = g.anchors + 1 if layer == 0 else slots
+        flops["block projections"] += 3 * 2.0 * g.hidden * (rows * 2 * narrow + min(rows, queries) * wide)
+        flops["block projections"] += 3 * 2.0 * g.hidden * queries * wide  # back to the hidden size
         flops["attention"] += 3 * 2 * 2.0 * wide * per_anchor * (context + g.anchors * g.block)
         flops["mlp"] += 3 * 2.0 * queries * 3 * g.hidden * g.ffn
     flops["vocabulary"] = 2.0 * proposals * g.draft_vocab * (2 * (g.hidden + g.rank) + g.rank)

@@ -9,7 +9,7 @@ import torch
 
 from dspark.losses import ROW_STEP, Rows, fixed_parts, maximum_and_index, plan_parts
 from dspark.nn.attention import GROUP, KEY_STEP, _padded
-from dspark.nn.backbone import RMSNorm, Rotary
+from dspark.nn.backbone import Layer, RMSNorm, Rotary
 from tests.builders import random_batch, random_draft
 
 SLIDING = {"layer_types": ("full_attention", "sliding_attention"), "sliding_window": 5}
@@ -45,6 +45,35 @@ def test_bf16_gradients_stay_within_rounding_of_fp32():
     draft.zero_grad()
     for name, rounded in gradients(draft, batch, torch.bfloat16).items():
         assert (rounded - exact[name]).norm() / exact[name].norm() < 0.03, name
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"sample_from_anchor": True}, {"num_layers": 1, "layer_types": ("full_attention",)}, SLIDING],
+    ids=["fill_in", "anchor_first", "one_layer", "sliding"],
+)
+def test_projecting_the_mask_once_equals_projecting_it_in_every_slot(changes, precision, monkeypatch):
+    shared = random_draft(**changes)
+    batch = random_batch(shared.config, rows=((60, 20), (81,)))
+    calls = []
+
+    def in_every_slot(layer, x, cos, sin, first_query, alike, plain=Layer.before_attention):
+        calls.append(alike)
+        if alike:
+            assert (x[:, :, 1:] == x[0, 0, 1]).all()
+        return plain(layer, x, cos, sin, first_query, False)
+
+    got, hidden = gradients(shared, batch, precision), shared(batch).hidden
+    monkeypatch.setattr(Layer, "before_attention", in_every_slot)
+    apart = random_draft(**changes)
+    wanted = gradients(apart, batch, precision)
+    torch.testing.assert_close(hidden, apart(batch).hidden, rtol=1e-5, atol=1e-5)
+    assert calls == [i == 0 for i in range(shared.config.num_layers)] * 2
+    assert wanted.keys() == got.keys()
+    tolerance = 1e-5 if precision == torch.float32 else 0.03
+    for name, expected in wanted.items():
+        assert (got[name] - expected).norm() <= tolerance * expected.norm(), name
 
 
 def test_grouped_calls_come_in_few_shapes():

@@ -188,19 +188,19 @@ def test_compiled_without_a_break_it_gives_the_same(scaling):
 
 @pytest.mark.usefixtures("untyped")
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_the_regions_of_a_layer_compile_without_a_break(scaling):
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_regions_of_a_layer_compile_without_a_break(scaling, alike):
     draft = random_draft()
     use_float8(draft, scaling=scaling)
     layer, x = draft.layers[0], torch.randn(2, 8, 4, 32, requires_grad=True)
     rotary = Rotary.at(torch.arange(64).view(2, 8, 4), 8, 100.0)
 
     def outputs(wrap):
-        k, v = wrap(Attention.keys_values)(layer.self_attn, x, rotary)
-        q = wrap(Attention.queries)(layer.self_attn, x, rotary)
+        context = wrap(Attention.keys_values)(layer.self_attn, x, rotary)
+        q, k, v = wrap(Layer.before_attention)(layer, x, rotary.cos, rotary.sin, 0, alike)
         out = wrap(Layer.after_attention)(layer, x, q)
-        loss = out.square().mean() + k.square().mean() + v.square().mean()
-        weights = [p for name, p in layer.named_parameters() if name != "input_layernorm.weight"]
-        return [out, *torch.autograd.grad(loss, [x, *weights])]
+        loss = sum(t.square().mean() for t in (out, k, v, *context))
+        return [out, k, v, *torch.autograd.grad(loss, [x, *layer.parameters()])]
 
     def compiled(function):
         return torch.compile(function, fullgraph=True, dynamic=False, backend="aot_eager")

@@ -52,11 +52,17 @@ class Rotary:
         return cls(angles.cos(), angles.sin())
 
     def rotate(self, x: Float[Tensor, "... heads d"], dtype: torch.dtype) -> Float[Tensor, "... heads d"]:
-        """Rotate-half convention: the first half of the dimensions pairs with the second. fp32 inside, `dtype` outside."""
-        cos, sin = self.cos.unsqueeze(-2), self.sin.unsqueeze(-2)
-        if torch.compiler.is_compiling():  # the compiler derives the rotation back, and fuses both
-            return _Rotation.turned(x, cos, sin).to(dtype)
-        return _Rotation.apply(x, cos, sin, dtype)
+        return rotated(x, self.cos, self.sin, dtype)
+
+
+def rotated(
+    x: Float[Tensor, "... heads d"], cos: Tensor, sin: Tensor, dtype: torch.dtype
+) -> Float[Tensor, "... heads d"]:
+    """Rotate-half convention: the first half of the dimensions pairs with the second. fp32 inside, `dtype` outside."""
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    if torch.compiler.is_compiling():  # the compiler derives the rotation back, and fuses both
+        return _Rotation.turned(x, cos, sin).to(dtype)
+    return _Rotation.apply(x, cos, sin, dtype)
 
 
 class _Rotation(torch.autograd.Function):
@@ -146,12 +152,18 @@ class Attention(nn.Module):
         self, x: Float[Tensor, "... H"], rotary: Rotary
     ) -> tuple[Float[Tensor, "... g d"], Float[Tensor, "... g d"]]:
         """Keys (normed, rotated) and values of context or block inputs alike."""
-        keys, values = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
-        return rotary.rotate(self.k_norm(keys, torch.float32), values.dtype), values
+        keys, values = self.project_keys_values(x)
+        return rotary.rotate(keys, values.dtype), values
 
-    def queries(self, x: Float[Tensor, "... H"], rotary: Rotary) -> Float[Tensor, "... h d"]:
-        q = self._heads(self.q_proj(x))
-        return rotary.rotate(self.q_norm(q, torch.float32), q.dtype)
+    def project_keys_values(
+        self, x: Float[Tensor, "... H"]
+    ) -> tuple[Float[Tensor, "... g d"], Float[Tensor, "... g d"]]:
+        """Keys, normed in fp32 and yet to be rotated, and values."""
+        return self.k_norm(self._heads(self.k_proj(x)), torch.float32), self._heads(self.v_proj(x))
+
+    def project_queries(self, x: Float[Tensor, "... H"]) -> Float[Tensor, "... h d"]:
+        """Queries, normed in fp32 and yet to be rotated."""
+        return self.q_norm(self._heads(self.q_proj(x)), torch.float32)
 
 
 class MLP(nn.Module):
@@ -186,28 +198,52 @@ class Layer(nn.Module):
         context: tuple[Float[Tensor, "B S g d"], Float[Tensor, "B S g d"]],
         attention: Attends,
         first_query: int,
+        alike: bool = False,
         compiled: bool = False,
     ) -> Float[Tensor, "B A q H"]:
         before, after = region(Layer.before_attention, compiled), region(Layer.after_attention, compiled)
-        q, k, v = before(self, x, rotary.cos, rotary.sin, first_query)
+        q, k, v = before(self, x, rotary.cos, rotary.sin, first_query, alike)
         mixed = attention.attend(q, *context, k, v)
         return after(self, x[:, :, first_query:], mixed)
 
     def before_attention(
-        self, x: Float[Tensor, "B A Q H"], cos: Tensor, sin: Tensor, first_query: int
+        self, x: Float[Tensor, "B A Q H"], cos: Tensor, sin: Tensor, first_query: int, alike: bool
     ) -> tuple[Float[Tensor, "B A q h d"], Float[Tensor, "B A Q g d"], Float[Tensor, "B A Q g d"]]:
-        """Queries of the slots from `first_query` on, keys and values of all."""
-        normed = self.input_layernorm(x)
-        k, v = self.self_attn.keys_values(normed, Rotary(cos, sin))
-        if first_query:
-            normed, cos, sin = (t[:, :, first_query:] for t in (normed, cos, sin))
-        return self.self_attn.queries(normed, Rotary(cos, sin)), k, v
+        """Queries of the slots from `first_query` on, keys and values of all.
+
+        `alike`: every slot but a block's first holds one and the same input, as in the first layer, where they are masks. Before
+        the rotation they have the same query, key and value too, so these are projected once instead of in every slot.
+        """
+        attention = self.self_attn
+        if alike:
+            first, other = self.input_layernorm(x[:, :, :1]), self.input_layernorm(x[:1, :1, 1:2])
+            pairs = zip(
+                attention.project_keys_values(first), attention.project_keys_values(other), strict=True
+            )
+            keys, values = (_spread(*pair, x.shape[2]) for pair in pairs)
+            queries = attention.project_queries(other)
+            if first_query:
+                queries = queries.expand(*x.shape[:2], x.shape[2] - first_query, -1, -1)
+            else:
+                queries = _spread(attention.project_queries(first), queries, x.shape[2])
+        else:
+            normed = self.input_layernorm(x)
+            keys, values = attention.project_keys_values(normed)
+            queries = attention.project_queries(normed[:, :, first_query:])
+        ahead = cos[:, :, first_query:], sin[:, :, first_query:]
+        return rotated(queries, *ahead, values.dtype), rotated(keys, cos, sin, values.dtype), values
 
     def after_attention(
         self, x: Float[Tensor, "B A q H"], mixed: Float[Tensor, "B A q h d"]
     ) -> Float[Tensor, "B A q H"]:
         x = x + self.self_attn.o_proj(mixed.flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def _spread(first: Float[Tensor, "B A 1 g d"], other: Float[Tensor, "1 1 1 g d"], slots: int) -> Tensor:
+    """`first` in a block's first slot and `other` in all behind it, [B, A, slots, g, d]."""
+    rest = other.expand(*first.shape[:2], slots - 1, *other.shape[3:])
+    return torch.cat([first, rest], dim=2)
 
 
 def region(function: Callable, compiled: bool) -> Callable:

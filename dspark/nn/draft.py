@@ -177,9 +177,9 @@ class Draft(nn.Module):
             apply = partial(checkpoint, _apply_layer, use_reentrant=False, preserve_rng_state=False)
         for i, layer in enumerate(self.layers):
             rotaries, plan = (rotary_block, rotary_context), plans[layer.window]
-            x = apply(
-                layer, x, context, *rotaries, plan, self.config.first_slot if i == last else 0, compiled
-            )
+            first_query = self.config.first_slot if i == last else 0
+            alike = i == 0 and self.config.block_size > 1  # masks but for the anchor
+            x = apply(layer, x, context, *rotaries, plan, first_query, alike, compiled)
         hidden = region(RMSNorm.forward, compiled)(self.norm, x)  # [B, A, N, H]
         previous = self.previous_embedding(blocks.prev_ids)
         features = None if previous is None else self.markov_head.block(previous, hidden)
@@ -261,7 +261,8 @@ class Draft(nn.Module):
         for i, layer in enumerate(self.layers):
             plan = RaggedPlan(lengths, width, layer.window)
             keys_values = cache.keys[i][:, :longest], cache.values[i][:, :longest]
-            x = layer(x, rotary, keys_values, plan, self.config.first_slot if i == last else 0)
+            first_query = self.config.first_slot if i == last else 0
+            x = layer(x, rotary, keys_values, plan, first_query, alike=i == 0 and width > 1)
         return self.norm(x).squeeze(1)
 
     @property
@@ -284,11 +285,12 @@ def _apply_layer(
     rotary_context: Rotary,
     attention: Attends,
     first_query: int,
+    alike: bool,
     compiled: bool,
 ) -> Float[Tensor, "B A q H"]:
     """One layer of a forward over blocks, its keys and values of the context included."""
     keys_values = region(Attention.keys_values, compiled)(layer.self_attn, context, rotary_context)
-    return layer(x, rotary_block, keys_values, attention, first_query, compiled)
+    return layer(x, rotary_block, keys_values, attention, first_query, alike, compiled)
 
 
 def _normed_product(

@@ -13,7 +13,7 @@ import json
 import re
 import tempfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save_file
 from torch import Tensor
 
+from dspark.blocks import DraftBatch
+from dspark.nn.draft import Draft
+from dspark.rounding import round_draft, round_jointly
 from dspark.verifier import default_cache_dir, smollm2_folder
 
 NAME = "pretrained"
@@ -77,16 +80,48 @@ def expand(stream: Tensor, *, rows: int) -> Int8[Tensor, "R C"]:
     return torch.from_numpy(codes.copy()).reshape(rows, -1)
 
 
+def step_of(name: str) -> float:
+    """The step of the matrix that a checkpoint calls `name`."""
+    return STEPS.get(name.split(".")[-2], STEP)
+
+
+def rounded_codes(draft: Draft, batches: Iterable[DraftBatch]) -> dict[str, Int8[Tensor, "M N"]]:
+    """Codes of the matrices whose inputs the batches show, rounded jointly (`dspark.rounding`), by checkpoint name.
+
+    The draft is left with the rounded matrices. Scales are those of `quantise`, so `pack` and readers need not know.
+    """
+    codes: dict[str, Tensor] = {}
+
+    def round_one(name: str, weight: Tensor, moments: Tensor) -> Tensor:
+        by_column = name in BY_COLUMN
+        _, scales = quantise(weight.T if by_column else weight, step=step_of(name))
+        scale = scales.float().unsqueeze(0 if by_column else 1)
+        codes[name] = round_jointly(weight, scale, moments)
+        return codes[name].float() * scale
+
+    round_draft(draft, batches, round_one)
+    return codes
+
+
 # ---- the pair of files
 
 
-def pack(run: Path, stem: Path, *, origin: Mapping[str, Any], measured: Mapping[str, Any]) -> int:
+def pack(
+    run: Path,
+    stem: Path,
+    *,
+    origin: Mapping[str, Any],
+    measured: Mapping[str, Any],
+    codes: Mapping[str, Int8[Tensor, "M N"]] | None = None,
+) -> int:
     """Write the best draft of a run folder as `<stem>.safetensors` and `<stem>.json`; returns the bytes of both.
 
-    `origin` is what exports say about the verifier (fields of `dspark.export.Origin`); `measured` is kept as given.
-    Absolute paths in the run's records are left out. The same input gives the same bytes.
+    `origin` is what exports say about the verifier (fields of `dspark.export.Origin`); `measured` is kept as given. `codes` are
+    those of `rounded_codes` for this draft; matrices without are rounded entry by entry. Absolute paths in the run's records
+    are left out. The same input gives the same bytes.
     Raises ValueError when a weight is not finite in fp16.
     """
+    given = codes or {}
     description = json.loads((run / "checkpoints" / "best" / "draft.json").read_text())
     manifest = json.loads((run / "manifest.json").read_text())
     with safe_open(run / "checkpoints" / "best" / "draft.safetensors", framework="pt") as file:
@@ -100,8 +135,10 @@ def pack(run: Path, stem: Path, *, origin: Mapping[str, Any], measured: Mapping[
             raise ValueError(f"{name} of {run} has values that fp16 cannot hold; it cannot be packed.")
         if tensor.ndim == 2 and len(tensor) > 1:
             lines = tensor.T if name in BY_COLUMN else tensor
-            codes, packed[f"{name}.scales"] = quantise(lines, step=STEPS.get(name.split(".")[-2], STEP))
-            packed[f"{name}.codes"] = squeeze(codes)
+            found, packed[f"{name}.scales"] = quantise(lines, step=step_of(name))
+            if name in given:
+                found = given[name].T if name in BY_COLUMN else given[name]
+            packed[f"{name}.codes"] = squeeze(found)
         else:
             packed[name] = tensor.half()
     data = stem.with_suffix(".safetensors")
@@ -114,7 +151,13 @@ def pack(run: Path, stem: Path, *, origin: Mapping[str, Any], measured: Mapping[
         "format": PACKED_FORMAT,
         "data_sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
         "head_sha256": head_sha(head),
-        "packing": {"step": STEP, "steps": STEPS, "by_column": BY_COLUMN, "vectors": "float16"},
+        "packing": {
+            "step": STEP,
+            "steps": STEPS,
+            "by_column": BY_COLUMN,
+            "vectors": "float16",
+            "jointly": sorted(given),
+        },
         "measured": dict(measured),
         "draft": {**description, "origin": dict(origin)},
         "manifest": manifest,

@@ -5,6 +5,7 @@ The last line names tensors, bytes and the vLLM versions that decode the result 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,9 @@ def export(cfg: DictConfig) -> ExportReport:
     if cache is not None:
         cache = cache.for_draft(contract)
         contract.check(cache.contract(), mine=f"run {run.path.name}", theirs=f"cache {cache.path}")
-    origin = origin_of(cfg, run, cache, facts)
+    origin = origin_of(run, cache, facts)
+    if cfg.verifier_name:
+        origin = replace(origin, verifier_name=cfg.verifier_name)
     manifest, measured = run.manifest, measured_acceptance(run)
     recipe_file = run.path / "config.yaml"
     recipe = OmegaConf.to_container(OmegaConf.load(recipe_file)) if recipe_file.is_file() else {}
@@ -123,7 +126,7 @@ def open_cache(cfg: DictConfig, run: Run) -> FeatureCache | None:
     return None
 
 
-def origin_of(cfg: DictConfig, run: Run, cache: FeatureCache | None, facts: dict[str, Any]) -> Origin:
+def origin_of(run: Run, cache: FeatureCache | None, facts: dict[str, Any]) -> Origin:
     """Verifier and recipe facts: what an import recorded, else the cache's manifest, else the run's."""
     if "origin" in facts:
         known = facts["origin"]
@@ -137,8 +140,6 @@ def origin_of(cfg: DictConfig, run: Run, cache: FeatureCache | None, facts: dict
             "verifier_revision": verifier.revision if verifier else recorded.get("revision"),
             "num_anchors": trainer,
         }
-    if cfg.verifier_name:
-        known = {**known, "verifier_name": cfg.verifier_name}
     return Origin(**known)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dspark.blocks import DraftBatch
 from dspark.nn.draft import Draft
-from dspark.rounding import round_draft, round_jointly
+from dspark.rounding import LARGEST, round_draft, round_jointly
 from dspark.verifier import default_cache_dir, smollm2_folder
 
 NAME = "pretrained"
@@ -58,9 +58,9 @@ def quantise(lines: Float[Tensor, "R C"], *, step: float) -> tuple[Int8[Tensor, 
     lines = lines.float()
     spread = lines.square().mean(-1, keepdim=True).sqrt()
     peak = lines.abs().amax(-1, keepdim=True)
-    scale = torch.maximum(step * spread, peak / 127).half().float()  # as it will be stored
+    scale = torch.maximum(step * spread, peak / LARGEST).half().float()  # as it will be stored
     codes = lines / scale.where(scale > 0, torch.inf)  # a line of zeros has scale 0
-    return codes.round().clamp(-127, 127).to(torch.int8), scale.squeeze(-1).half()
+    return codes.round().clamp(-LARGEST, LARGEST).to(torch.int8), scale.squeeze(-1).half()
 
 
 def dequantise(codes: Int8[Tensor, "R C"], scales: Float[Tensor, " R"]) -> Float[Tensor, "R C"]:

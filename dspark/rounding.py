@@ -19,7 +19,7 @@ from dspark.nn.draft import Draft
 
 DAMPING = 0.01  # of the mean second moment, added to all: inputs that were hardly seen move little
 BLOCK = 64  # columns whose effect on the rest is applied in one product
-LARGEST = 127
+LARGEST = 127  # code
 
 Rounder = Callable[[str, Tensor, Tensor], Tensor]
 

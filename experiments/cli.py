@@ -8,9 +8,10 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments.sweep import in_sweep, run_cell
@@ -58,3 +59,10 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], object]], Call
         return hydra.main(version_base="1.3", config_path=CONFIGS, config_name=config_name)(Task(main))
 
     return decorate
+
+
+def listed(value: Any) -> list[Any]:
+    """A setting that may be one value, a list, or null."""
+    if value is None:
+        return []
+    return list(value) if OmegaConf.is_list(value) else [value]

@@ -42,7 +42,7 @@ from dspark.data.synthetic import tiny_verifier
 from dspark.data.templates import opening_of, template_prompts
 from dspark.runs import current_command
 from dspark.verifier import COMPUTE_DTYPES, Verifier, VerifierInfo, check_aux_layer_ids, default_aux_layer_ids
-from experiments.cli import CONFIGS, command
+from experiments.cli import CONFIGS, command, listed
 
 console = Console()
 
@@ -490,7 +490,7 @@ def prompts_of_files(cfg: DictConfig) -> tuple[list[Prompt], Counter[str]]:
     data = cfg.data
     prompts: dict[str, Prompt] = {}
     skipped: Counter[str] = Counter()
-    for path in map(Path, prompt_paths(cfg)):
+    for path in map(Path, listed(data.path)):
         found, left_out = read_jsonl(
             path,
             domain=str(data.domains.get(path.stem, data.domain)),
@@ -504,11 +504,6 @@ def prompts_of_files(cfg: DictConfig) -> tuple[list[Prompt], Counter[str]]:
                 skipped["duplicate"] += 1
             prompts.setdefault(prompt.prompt_id, prompt)
     return list(prompts.values()), skipped
-
-
-def prompt_paths(cfg: DictConfig) -> list[str]:
-    """`data.path` of JSONL prompts: one file or several."""
-    return list(cfg.data.path) if OmegaConf.is_list(cfg.data.path) else [cfg.data.path]
 
 
 def answered(
@@ -529,7 +524,7 @@ def answered(
     }
     dataset = cfg.data.name
     if cfg.data.kind == "jsonl":
-        dataset += ":" + ",".join(Path(path).name for path in prompt_paths(cfg))
+        dataset += ":" + ",".join(Path(path).name for path in listed(cfg.data.path))
 
     def temperature(prompt: Prompt) -> float:
         sampled = fraction_of(prompt.prompt_id) < float(settings.sampled_share)

@@ -41,8 +41,8 @@ from dspark.nn.draft import Draft
 from dspark.runs import Run, code_version, current_command, load_draft, utc_now, write_table, write_text
 from dspark.verifier import COMPUTE_DTYPES, Verifier
 from dspark.walkthrough import head_changes, transitions, walk_block
-from experiments.cli import command
-from experiments.collect import load_verifier
+from experiments.cli import command, listed
+from experiments.collect import evenly, load_verifier
 
 console = Console(width=None if sys.stdout.isatty() else 150)
 
@@ -169,8 +169,7 @@ def select(cfg: DictConfig, cache: FeatureCache, temperature: float | None) -> l
 
 def spread(documents: list[int], limit: int | None) -> list[int]:
     """`limit` of the documents at even distances, or all."""
-    count = min(len(documents), int(limit or len(documents)))
-    return [documents[i * len(documents) // count] for i in range(count)]
+    return evenly(documents, int(limit or len(documents)))
 
 
 # ---- decode
@@ -780,13 +779,6 @@ def open_runs(cfg: DictConfig) -> list[Run]:
     for run in runs:
         run.checkpoint("best")
     return runs
-
-
-def listed(value: Any) -> list[Any]:
-    """A setting that may be one value, a list, or null."""
-    if value is None:
-        return []
-    return list(value) if OmegaConf.is_list(value) else [value]
 
 
 def proposals(cfg: DictConfig, draft: Draft) -> int:

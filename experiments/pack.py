@@ -13,8 +13,8 @@ import torch
 from omegaconf import DictConfig
 from rich.console import Console
 
-from dspark.blocks import DraftBatch
-from dspark.data.batches import all_anchors, collate_documents, pack_rows
+from dspark.blocks import DraftBatch, anchor_candidates, sample_anchors
+from dspark.data.batches import collate_documents, pack_rows
 from dspark.data.features import Features
 from dspark.evaluation import ROW_TOKENS, replay_tables, summarise
 from dspark.nn.draft import Draft
@@ -78,11 +78,11 @@ def sample_batches(cfg: DictConfig, features: Features) -> list[DraftBatch]:
     batches = []
     for row in pack_rows(lengths, documents, max(ROW_TOKENS, *lengths.values())):
         tensors = collate_documents([features[d] for d in row], sum(lengths[d] for d in row), torch.bfloat16)
-        anchors, _ = all_anchors(tensors)
-        chosen = torch.randperm(anchors.shape[1], generator=generator)[: int(cfg.anchors) * len(row)]
-        anchors = anchors[:, chosen.sort().values]
-        if anchors.numel():
-            valid = torch.ones_like(anchors, dtype=torch.bool)
+        mask, starts = tensors["loss_mask"], tensors["doc_start"]
+        possible = int(anchor_candidates(mask, starts).sum())
+        if possible:
+            wanted = min(int(cfg.anchors) * len(row), possible)
+            anchors, valid = sample_anchors(mask, starts, wanted, generator)
             batches.append(DraftBatch(**tensors, anchors=anchors, anchor_valid=valid))
     return batches
 

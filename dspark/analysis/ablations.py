@@ -50,20 +50,17 @@ def leaderboard_table(
         shared = sorted(set(mine) & set(theirs))
         low, high, difference = np.nan, np.nan, np.nan
         if shared and label != baseline:
-            a, b = [mine[s] for s in shared], [theirs[s] for s in shared]
-            difference = float(np.mean(points["all"][a] - points["all"][b]))
-            gaps = samples["all"][:, a] - samples["all"][:, b]
-            picks = rng.integers(0, len(shared), size=gaps.shape)
-            tail = 100.0 * (1.0 - level) / 2.0
-            low, high = np.percentile(np.take_along_axis(gaps, picks, axis=1).mean(1), [tail, 100.0 - tail])
+            (tau, drawn), (reference, base) = _paired(points, samples, (mine, theirs), shared, rng)
+            difference = tau - reference
+            low, high = _interval(drawn - base, level)
         rows.append(
             {
                 "label": label,
                 "tau": float(np.mean(taus)),
                 "tau_spread": float(np.std(taus, ddof=1)) if len(taus) > 1 else np.nan,
                 "difference": difference,
-                "difference_low": float(low),
-                "difference_high": float(high),
+                "difference_low": low,
+                "difference_high": high,
                 "verdict": _verdict(label == baseline, len(shared), low, high),
                 "seeds": len(mine),
                 **{
@@ -113,20 +110,15 @@ def pair_gains(
     order = list(runs["run_id"])
     points, samples = _taus(totals, order, draws, seed)
     rng = np.random.default_rng((seed, 1))
-    tail = 100.0 * (1.0 - level) / 2.0
     rows = []
     for name, labels in pairs.items():
         mine, theirs = (_by_seed(runs, order, label) for label in labels)
         shared = sorted(set(mine) & set(theirs))
         if not shared:
             continue
-        columns = [mine[s] for s in shared], [theirs[s] for s in shared]
-        tau, reference = (float(points["all"][c].mean()) for c in columns)
-        picks = rng.integers(0, len(shared), size=(draws, len(shared)))
-        drawn, base = (np.take_along_axis(samples["all"][:, c], picks, axis=1).mean(1) for c in columns)
-        low, high = np.percentile(drawn / base - 1.0, [tail, 100.0 - tail])
-        gain = tau / reference - 1.0
-        rows.append((name, tau, reference, gain, float(low), float(high), len(shared)))
+        (tau, drawn), (reference, base) = _paired(points, samples, (mine, theirs), shared, rng)
+        low, high = _interval(drawn / base - 1.0, level)
+        rows.append((name, tau, reference, tau / reference - 1.0, low, high, len(shared)))
     names = ["name", "tau", "tau_reference", "gain", "gain_low", "gain_high", "seeds"]
     return pd.DataFrame(rows, columns=names)
 
@@ -243,6 +235,28 @@ def _taus(
     for values in (points, samples):
         values["all"] = np.mean(list(values.values()), axis=0)
     return points, samples
+
+
+def _paired(
+    points: Mapping[str, np.ndarray],
+    samples: Mapping[str, np.ndarray],
+    columns: tuple[Mapping[int, int], Mapping[int, int]],
+    shared: Sequence[int],
+    rng: np.random.Generator,
+) -> list[tuple[float, np.ndarray]]:
+    """Of two rows, the mean tau over the seeds that both have, and its resamples [draws]: of the same prompts and seeds."""
+    picks = rng.integers(0, len(shared), size=(len(samples["all"]), len(shared)))
+    own = [[column[s] for s in shared] for column in columns]
+    return [
+        (float(points["all"][c].mean()), np.take_along_axis(samples["all"][:, c], picks, axis=1).mean(1))
+        for c in own
+    ]
+
+
+def _interval(values: np.ndarray, level: float) -> tuple[float, float]:
+    tail = 100.0 * (1.0 - level) / 2.0
+    low, high = np.percentile(values, [tail, 100.0 - tail])
+    return float(low), float(high)
 
 
 def _by_seed(runs: pd.DataFrame, order: Sequence[str], label: str) -> dict[int, int]:

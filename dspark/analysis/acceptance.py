@@ -33,14 +33,19 @@ def colours(labels: list[str]) -> dict[str, tuple[float, float, float]]:
     return {label: to_rgb(DOMAINS[label]) if label in DOMAINS else shades[label] for label in labels}
 
 
+def set_names(table: pd.DataFrame) -> pd.Series:
+    """The set of each row, without the split and the way of measuring that `dataset` says behind it."""
+    return table["dataset"].str.replace(
+        r"(-(test|validation|train))?(-t\d.*)?(-sampled)?(-decode)?$", "", regex=True
+    )
+
+
 def curve_names(table: pd.DataFrame) -> pd.Series:
-    """What each row belongs to: its domain, or, where several sets were measured, its set without the way of measuring.
+    """What each row belongs to: its domain, or, where several sets were measured, its set.
 
     Sets of one domain are curves of their own; drawn as one, they would jump between each other.
     """
-    sets = table["dataset"].str.replace(
-        r"(-(test|validation|train))?(-t[\d.]+)?(-sampled)?(-decode)?$", "", regex=True
-    )
+    sets = set_names(table)
     return table["domain"] if sets[sets != "all"].nunique() == 1 else sets
 
 

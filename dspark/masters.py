@@ -2,19 +2,23 @@
 
 Mixed precision keeps fp32 weights and casts them in every forward and backward pass. Here the cast happens once a step, after the
 update: `round_matrices` turns the weights that matrix products read into bf16, and `MasterAdamW` updates their fp32 originals and
-rounds them back. All else stays in fp32: norms, biases, the embedding of previous tokens (its rows are sums over a batch), and the
+rounds them again. All else stays in fp32: norms, biases, the embedding of previous tokens (its rows are sums over a batch), and the
 confidence head.
 
-A trained weight takes 16 bytes, as in mixed precision: 2 itself, 2 its gradient, 4 its master, 8 its moments. The price is that
-gradients are rounded to bf16 where they are added up, over the micro-batches of a step and over processes.
+A master is not kept beside its weight, which is half of it already: the two differ by at most half a step of bf16, which is 2^15
+steps of fp32, so 16 bits hold the rest exactly. A trained weight thus takes 14 bytes, where mixed precision takes 16: 2 itself, 2 its
+gradient, 2 the rest, 8 its moments. The price is that gradients are rounded to bf16 where they are added up, over the micro-batches
+of a step and over processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
+from jaxtyping import BFloat16, Float, Int16
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
@@ -24,35 +28,47 @@ PART = 1 << 26  # weights whose gradients exist in fp32 at once
 EPS = 1e-8
 
 
+def split(master: Float[Tensor, "*shape"]) -> tuple[BFloat16[Tensor, "*shape"], Int16[Tensor, "*shape"]]:
+    """An fp32 tensor rounded to bf16, and what that leaves: `joined` gives back every bit. Between two bf16, up in magnitude."""
+    rounded = master.bfloat16().view(torch.int16)
+    rest = master.view(torch.int32) - (rounded.int() << 16)
+    up = (rest == 1 << 15).int()  # halfway and rounded down, to an even number: one more than 16 bits hold
+    return (rounded + up.short()).view(torch.bfloat16), (rest - (up << 16)).short()
+
+
+def joined(rounded: BFloat16[Tensor, "*shape"], rest: Int16[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """The fp32 tensor that `split` took apart."""
+    return ((rounded.view(torch.int16).int() << 16) + rest).view(torch.float32)
+
+
 @torch.no_grad()
-def round_matrices(draft: Draft) -> dict[nn.Parameter, Tensor]:
-    """Round the weights of all linear layers but the confidence head's to bf16, in place; returns them as they were, in fp32.
+def round_matrices(draft: Draft) -> dict[nn.Parameter, Int16[Tensor, "M N"]]:
+    """Round the weights of all linear layers but the confidence head's to bf16, in place; returns the rest of each (`split`).
 
     A draft of such weights computes under autocast to bf16 only.
     """
-    masters = {}
+    rests = {}
     for name, module in draft.named_modules():
         if isinstance(module, nn.Linear) and not name.startswith("confidence_head."):
-            masters[module.weight] = module.weight.detach().float()
-            module.weight.data = module.weight.to(torch.bfloat16)
-    return masters
+            module.weight.data, rests[module.weight] = split(module.weight.detach().float())
+    return rests
 
 
 class MasterAdamW(torch.optim.Optimizer):
-    """AdamW whose state holds an fp32 master of every parameter in `masters`; other parameters are updated themselves.
+    """AdamW on fp32 masters, whose state holds what the bf16 parameters in `rests` lack of them; others are updated themselves.
 
-    A master and its moments are what AdamW would make of an fp32 parameter with the same gradients. They are part of
-    `state_dict`, so that a resumed run goes on exactly.
+    A master and its moments are what AdamW would make of an fp32 parameter with the same gradients. With the parameters,
+    `state_dict` has all of it, so that a resumed run goes on exactly.
     """
 
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
         *,
-        masters: Mapping[nn.Parameter, Tensor],
+        rests: Mapping[nn.Parameter, Int16[Tensor, "M N"]],
         betas: tuple[float, float],
     ) -> None:
-        """`groups` name `params`, `lr` and `weight_decay`, on the device where they train; `masters` come from `round_matrices`."""
+        """`groups` name `params`, `lr` and `weight_decay`, on the device where they train; `rests` come from `round_matrices`."""
         super().__init__(groups, {"betas": betas})
         for parameter in self._parameters():
             kind = {"dtype": torch.float32, "device": parameter.device}
@@ -60,12 +76,15 @@ class MasterAdamW(torch.optim.Optimizer):
             state["step"] = torch.zeros((), **kind)
             state["exp_avg"] = torch.zeros(parameter.shape, **kind)
             state["exp_avg_sq"] = torch.zeros(parameter.shape, **kind)
-            if parameter in masters:
-                state["master"] = masters[parameter].to(**kind)
+            if parameter in rests:
+                state["rest"] = rests[parameter].to(parameter.device)
 
     def master(self, parameter: nn.Parameter) -> Tensor:
-        """The fp32 values of a parameter: its master, or itself where it has none."""
-        return self.state[parameter].get("master", parameter.detach())
+        """The fp32 values of a parameter: its master, made anew, or itself where it has none."""
+        rest = self.state[parameter].get("rest")
+        return (
+            parameter.detach() if rest is None else _one_pass(joined, rest.is_cuda)(parameter.detach(), rest)
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -79,9 +98,9 @@ class MasterAdamW(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameters: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
-        rounded = [p for p in parameters if "master" in self.state[p]]
-        plain = [p for p in parameters if "master" not in self.state[p]]
-        masters = [self.state[p]["master"] for p in rounded]
+        rounded = [p for p in parameters if "rest" in self.state[p]]
+        plain = [p for p in parameters if "rest" not in self.state[p]]
+        masters = [self.master(p) for p in rounded]
         gradients = [torch.empty_like(master) for master in masters]
         if rounded:
             torch._foreach_copy_(gradients, [p.grad for p in rounded])
@@ -102,12 +121,14 @@ class MasterAdamW(torch.optim.Optimizer):
             eps=EPS,
             maximize=False,
         )
-        if rounded:
-            torch._foreach_copy_(rounded, masters)
+        for parameter, master in zip(rounded, masters, strict=True):
+            weight, rest = _one_pass(split, master.is_cuda)(master)
+            parameter.copy_(weight)
+            self.state[parameter]["rest"].copy_(rest)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over groups and state, in fp32 (torch would cast the state to the parameters' dtype), and round the masters.
+        """Take over groups and state as they are (torch would cast the state to the parameters' dtype).
 
         Raises ValueError for the state of an optimizer without masters.
         """
@@ -115,19 +136,25 @@ class MasterAdamW(torch.optim.Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for parameter, number in zip(self._parameters(), numbers, strict=True):
             saved = state_dict["state"][number]
-            if ("master" in saved) != (parameter.dtype != torch.float32):
+            if ("rest" in saved) != (parameter.dtype != torch.float32):
                 raise ValueError(
                     f"the saved optimizer state has masters for other parameters than this optimizer's (parameter {number}, "
                     f"{parameter.dtype}): it belongs to another trainer.precision. Resume with the precision it was saved in."
                 )
+            kinds = {"rest": torch.int16}
             self.state[parameter] = {
-                name: value.to(device=parameter.device, dtype=torch.float32, copy=True)
+                name: value.to(device=parameter.device, dtype=kinds.get(name, torch.float32), copy=True)
                 for name, value in saved.items()
             }
-            parameter.copy_(self.master(parameter))
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+@cache
+def _one_pass(function: Callable, compiled: bool) -> Callable:
+    """`function`, or its compiled form, which goes over memory once."""
+    return torch.compile(function, dynamic=True, fullgraph=True) if compiled else function
 
 
 def _parts(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -7,8 +7,8 @@ Under `trainer.strategy=fsdp2` every rank owns a shard of the trained weights, t
 is sharded as a whole: the loss reads head weights outside the draft's own forward, and a layer's context keys and values are
 projected outside the layer's, so weights are gathered once a micro-batch, for `DraftModule.forward` and its backward pass.
 
-With `trainer.precision=bf16-masters` the draft computes, and is validated, with bf16 matrices whose fp32 masters are the optimizer's
-(`dspark.masters`). Saved drafts hold the masters; `last.ckpt` holds both, so that resuming is exact.
+With `trainer.precision=bf16-masters` the draft computes, and is validated, with bf16 matrices whose fp32 masters the optimizer updates
+(`dspark.masters`). Saved drafts hold the masters; `last.ckpt` holds the matrices and what they lack, so that resuming is exact.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class DraftModule(L.LightningModule):
         self.graph, self.run = graph, run
         self._graph: StepGraph | None = None
         self.masters = masters
-        self._unrounded: dict[nn.Parameter, Tensor] | None = None  # until the optimizer has them
+        self._rests: dict[nn.Parameter, Tensor] | None = None  # until the optimizer has them
         self._optimizer: torch.optim.Optimizer | None = None
         self.norm_eps = verifier_norm[1] if verifier_norm else None
         self.register_buffer("norm_weight", verifier_norm[0] if verifier_norm else None, persistent=False)
@@ -143,8 +143,8 @@ class DraftModule(L.LightningModule):
         check_parallel(
             graph=self.graph, masters=self.masters, processes=self.trainer.world_size, sharded=sharded
         )
-        if self.masters and self._unrounded is None:
-            self._unrounded = round_matrices(self.draft)
+        if self.masters and self._rests is None:
+            self._rests = round_matrices(self.draft)
         if sharded and not isinstance(self, FSDPModule):
             mesh = init_device_mesh(strategy.root_device.type, (strategy.world_size,))
             fully_shard(self, mesh=mesh, reshard_after_forward=False)
@@ -246,11 +246,11 @@ class DraftModule(L.LightningModule):
         ]
         groups, betas = [group for group in groups if group["params"]], tuple(config.betas)
         if self.masters:
-            optimizer = MasterAdamW(groups, masters=self._unrounded, betas=betas)
-            self._unrounded = {}
+            optimizer = MasterAdamW(groups, rests=self._rests, betas=betas)
             if self.trainer.world_size > 1:  # as DDP has done with the parameters
-                for parameter in self.draft.parameters():
-                    torch.distributed.broadcast(optimizer.master(parameter), src=0)
+                for rest in (state["rest"] for state in optimizer.state.values() if "rest" in state):
+                    torch.distributed.broadcast(rest.view(torch.bfloat16), src=0)  # NCCL has no int16
+            self._rests = {}
         else:
             optimizer = torch.optim.AdamW(groups, betas=betas, fused=True)
         self._optimizer = optimizer
@@ -314,7 +314,7 @@ class DraftModule(L.LightningModule):
         """The draft's state in whole tensors, with masters in place of the weights that are rounded from them."""
         state = whole_tensors(self.draft)
         if isinstance(self._optimizer, MasterAdamW):
-            state |= {name: self._optimizer.master(p) for name, p in self.draft.named_parameters()}
+            state |= {name: self._optimizer.master(p).cpu() for name, p in self.draft.named_parameters()}
         return state
 
     def on_validation_end(self) -> None:

@@ -334,7 +334,7 @@ class Ours:
         masters = (
             precision == "bf16-masters" and problem.device.type == "cuda" and problem.dtype == torch.bfloat16
         )
-        self.masters = round_matrices(self.draft) if masters else {}
+        self.rests = round_matrices(self.draft) if masters else {}
         self._mark: Mark = _ignore
         self._graph = None
         if problem.geometry.graph and problem.device.type == "cuda":

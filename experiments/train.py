@@ -163,7 +163,7 @@ def check_resumable(run: Run, cfg: DictConfig) -> None:
     before, now = OmegaConf.load(run.path / "config.yaml").trainer, cfg.trainer
     for key, peculiar, reason in (
         ("strategy", "fsdp2", "fsdp2 orders the optimizer's state in its own way"),
-        ("precision", "bf16-masters", "with bf16-masters the optimizer's state holds the weights"),
+        ("precision", "bf16-masters", "with bf16-masters the optimizer's state holds a part of the weights"),
     ):
         old, new = str(before[key]), str(now[key])
         if old != new and peculiar in (old, new):

@@ -13,7 +13,7 @@ from dspark import masters
 from dspark.data.features import FeatureCache
 from dspark.data.synthetic import synthetic_cache
 from dspark.losses import LossWeights
-from dspark.masters import MasterAdamW, round_matrices
+from dspark.masters import MasterAdamW, joined, round_matrices, split
 from dspark.objective import draft_loss
 from dspark.runs import Run
 from dspark.training import check_parallel
@@ -41,11 +41,12 @@ def grouped(parameters, **changes):
 
 
 def pair(seed=0, shapes=((7, 5), (6, 4), (3, 3))):
-    """Parameters, of which the first two are rounded and the last stays as it is, and their masters."""
+    """Parameters, of which the first two are rounded and the last stays as it is, what rounding left, and all in fp32."""
     generator = torch.Generator().manual_seed(seed)
     wide = [torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes]
-    parameters = [nn.Parameter(w.bfloat16()) for w in wide[:2]] + [nn.Parameter(wide[2].clone())]
-    return parameters, dict(zip(parameters, wide[:2], strict=False)), wide
+    halves = [split(w) for w in wide[:2]]
+    parameters = [nn.Parameter(rounded) for rounded, _ in halves] + [nn.Parameter(wide[2].clone())]
+    return parameters, dict(zip(parameters, [rest for _, rest in halves], strict=False)), wide
 
 
 def gradients(parameters, seed):
@@ -53,12 +54,28 @@ def gradients(parameters, seed):
     return [torch.randn(p.shape, generator=generator).to(p) for p in parameters]
 
 
+def test_a_weight_and_its_rest_are_every_bit_of_its_master():
+    """Ties are where 16 bits are tight; a NaN need not keep its payload."""
+    bits = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(0))
+    ends = torch.tensor([0x0000, 0x7FFF, 0x8000, 0x8001, 0xFFFF]).repeat(2000)
+    tops = torch.randint(-(2**15), 2**15, (len(ends),), generator=torch.Generator().manual_seed(1)) << 16
+    edge = torch.tensor([0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF, 0x7F800001, -0x800000, -(2**31), 1, 0])
+    master = torch.cat([bits, tops + ends, edge]).int().view(torch.float32).to(DEVICE)
+    rounded, rest = split(master)
+    again, nan = joined(rounded, rest), master.isnan()
+    assert torch.equal(again.view(torch.int32)[~nan], master.view(torch.int32)[~nan])
+    assert bool(again[nan].isnan().all() & rounded[nan].isnan().all())
+    tie = (master.view(torch.int32) & 0xFFFF) == 0x8000
+    assert torch.equal(rounded[~nan & ~tie], master[~nan & ~tie].bfloat16())
+    assert bool((rounded[~nan & tie].float().abs() > master[~nan & tie].abs()).all())
+
+
 @pytest.mark.parametrize("part", [masters.PART, 30])
 def test_masters_are_what_adamw_makes_of_fp32_parameters(part, monkeypatch):
     monkeypatch.setattr(masters, "PART", part)
-    parameters, originals, wide = pair()
+    parameters, rests, wide = pair()
     plain = [nn.Parameter(w.clone()) for w in wide]
-    ours = MasterAdamW(grouped(parameters), masters=originals, betas=BETAS)
+    ours = MasterAdamW(grouped(parameters), rests=rests, betas=BETAS)
     theirs = torch.optim.AdamW(grouped(plain), betas=BETAS, fused=True)
     for step in range(20):
         for mine, other, gradient in zip(parameters, plain, gradients(parameters, step), strict=True):
@@ -76,7 +93,8 @@ def test_steps_below_the_resolution_of_bf16_add_up():
     """Between 0.5 and 1 bf16 numbers are 2^-8 apart; a constant gradient makes every step of Adam one of `lr`."""
     parameter = nn.Parameter(torch.ones(4, 4, device=DEVICE, dtype=torch.bfloat16))
     groups = grouped([parameter], lr=1e-4, weight_decay=0.0)
-    optimizer = MasterAdamW(groups, masters={parameter: torch.ones(4, 4)}, betas=BETAS)
+    rests = {parameter: torch.zeros(4, 4, dtype=torch.int16)}
+    optimizer = MasterAdamW(groups, rests=rests, betas=BETAS)
     seen = []
     for _ in range(100):
         parameter.grad = torch.full_like(parameter, 0.25)
@@ -89,8 +107,8 @@ def test_steps_below_the_resolution_of_bf16_add_up():
 
 
 def test_a_restored_optimizer_goes_on_exactly():
-    parameters, originals, _ = pair()
-    optimizer = MasterAdamW(grouped(parameters), masters=originals, betas=BETAS)
+    parameters, rests, _ = pair()
+    optimizer = MasterAdamW(grouped(parameters), rests=rests, betas=BETAS)
 
     def advance(optimizer, parameters, steps):
         for step in steps:
@@ -99,13 +117,16 @@ def test_a_restored_optimizer_goes_on_exactly():
             optimizer.step()
 
     advance(optimizer, parameters, range(5))
-    saved, itself = copy.deepcopy(optimizer.state_dict()), parameters[2].detach().clone()
+    saved, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in parameters]
     advance(optimizer, parameters, range(5, 9))
     others, theirs, _ = pair(seed=1)
-    others[2].data = itself  # weights without a master are the model's to restore
-    restored = MasterAdamW(grouped(others, lr=3.0), masters=theirs, betas=(0.5, 0.5))
+    for other, weight in zip(others, weights, strict=True):  # the model's to restore
+        other.data = weight
+    restored = MasterAdamW(grouped(others, lr=3.0), rests=theirs, betas=(0.5, 0.5))
     restored.load_state_dict(saved)
-    assert all(value.dtype == torch.float32 for p in others for value in restored.state[p].values())
+    kinds = {name: value.dtype for p in others for name, value in restored.state[p].items()}
+    assert kinds.pop("rest") == torch.int16
+    assert set(kinds.values()) == {torch.float32}
     advance(restored, others, range(5, 9))
     for mine, other in zip(parameters, others, strict=True):
         assert torch.equal(mine, other)
@@ -115,13 +136,13 @@ def test_a_restored_optimizer_goes_on_exactly():
 
 
 def test_state_of_another_precision_is_refused():
-    parameters, originals, wide = pair()
+    parameters, rests, wide = pair()
     plain = [nn.Parameter(w.clone()) for w in wide]
     theirs = torch.optim.AdamW(grouped(plain), betas=BETAS)
     for parameter, gradient in zip(plain, gradients(plain, 0), strict=True):
         parameter.grad = gradient
     theirs.step()
-    optimizer = MasterAdamW(grouped(parameters), masters=originals, betas=BETAS)
+    optimizer = MasterAdamW(grouped(parameters), rests=rests, betas=BETAS)
     with pytest.raises(ValueError, match=r"parameter 0, torch\.bfloat16.*another trainer\.precision"):
         optimizer.load_state_dict(theirs.state_dict())
 
@@ -130,17 +151,17 @@ def test_state_of_another_precision_is_refused():
 def test_matrices_are_rounded_and_all_else_stays(head):
     draft = random_draft(head=head)
     before = copy.deepcopy(draft.state_dict())
-    originals = round_matrices(draft)
+    rests = round_matrices(draft)
     names = {name for name, p in draft.named_parameters() if p.dtype == torch.bfloat16}
-    assert names == {name for name, p in draft.named_parameters() if p in originals}
+    assert names == {name for name, p in draft.named_parameters() if p in rests}
     assert {"fc.weight", "layers.1.mlp.down_proj.weight", "markov_head.markov_w2.weight"} <= names
     apart = {n for n, p in draft.named_parameters() if p.ndim < 2}
     apart |= {"confidence_head.proj.weight", "markov_head.markov_w1.weight"}
     assert not names & apart
     assert len(names | apart) == len(list(draft.parameters()))
     for name, parameter in draft.named_parameters():
-        assert torch.equal(originals.get(parameter, parameter), before[name])
-        assert torch.equal(parameter, before[name].to(parameter.dtype))
+        whole = joined(parameter, rests[parameter]) if parameter in rests else parameter
+        assert torch.equal(whole, before[name])
 
 
 def test_gradients_of_rounded_weights_are_those_of_mixed_precision():
@@ -153,6 +174,9 @@ def test_gradients_of_rounded_weights_are_those_of_mixed_precision():
         target_norm="verifier_vocab",
     )
     mixed, rounded = random_draft(), random_draft()
+    for parameter in (*mixed.parameters(), *rounded.parameters()):  # no ties, which autocast rounds to even
+        bits = parameter.data.view(torch.int32)
+        bits += (bits & 0xFFFF) == 0x8000
     round_matrices(rounded)
     batch = random_batch(mixed.config)
     losses = []
@@ -181,7 +205,7 @@ def test_a_saved_draft_holds_the_masters_and_the_checkpoint_both(run):
         assert torch.equal(saved[name].bfloat16(), computing[name])
         assert not torch.equal(saved[name], computing[name].float())
     moments = state["optimizer_states"][0]["state"]
-    assert sum("master" in m for m in moments.values()) == len(rounded)
+    assert sum("rest" in m for m in moments.values()) == len(rounded)
     assert {float(m["step"]) for m in moments.values()} == {6.0}
 
 

@@ -11,6 +11,7 @@ last slots of each block, where a layer's other outputs are not needed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,16 +19,20 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = 1.4426950408889634
+# The score of a key that a query does not see, and the highest score before any key: so far apart that a hidden key's weight is 0.
+HIDDEN = tl.constexpr(-1.0e30)
+LOWEST = tl.constexpr(-1.0e28)
 KEY_TILE = 64  # context keys of a program that sums gradients of keys and values
 
 
 @triton.jit
-def _facts(anchors, starts, m, count, SLOTS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr):
+def _facts(anchors, starts, m, count, slots, WIDTH: tl.constexpr, WINDOW: tl.constexpr):
     """Block, slot, first visible context key and anchor of queries `m`; queries beyond the last repeat the last block."""
-    block = tl.minimum(m // SLOTS, count - 1)
-    slot = m % SLOTS + (WIDTH - SLOTS)
+    block = tl.minimum(m // slots, count - 1)
+    slot = m % slots + (WIDTH - slots)
     anchor = tl.load(anchors + block).to(tl.int32)
     first = tl.load(starts + block).to(tl.int32)
     if WINDOW > 0:
@@ -36,49 +41,70 @@ def _facts(anchors, starts, m, count, SLOTS: tl.constexpr, WIDTH: tl.constexpr, 
 
 
 @triton.jit
-def _sees_own(block, slot, key, WIDTH: tl.constexpr, WINDOW: tl.constexpr):
-    """Whether a query sees block key `key`: its own block's, on windowed layers causally and within the window."""
-    seen = block == key // WIDTH
-    if WINDOW > 0:
-        inner = key % WIDTH
-        seen = seen & (inner <= slot) & (inner > slot - WINDOW)
+def _sees(block, slot, first, anchor, key, OWN: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr):
+    """Whether a query sees a key of the context, or block key `key`: its own block's, causally and near on windowed layers."""
+    if OWN:
+        seen = block == key // WIDTH
+        if WINDOW > 0:
+            inner = key % WIDTH
+            seen = seen & (inner <= slot) & (inner > slot - WINDOW)
+    else:
+        seen = (key >= first) & (key < anchor)
     return seen
 
 
 @triton.jit
-def _rows(base, index, stride, d, inside, D: tl.constexpr, MASKED: tl.constexpr):
-    """Rows `index` of a [*, D] matrix whose rows lie `stride` apart."""
-    at = base + index[:, None] * stride + d[None, :]
-    if MASKED:
-        return tl.load(at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
-    return tl.load(at)
+def _tile(
+    x, begin, at, column, end, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+    COPIED: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows from row `begin + at` of a matrix with rows of STRIDE numbers, their D numbers from `column` on.
+
+    `x` is a pointer, or a descriptor where COPIED. Rows from `begin + end` on are zeros, in a copy whatever is there: users hide
+    them.
+    """
+    if COPIED:
+        tile = x.load([begin + at, column])
+    else:
+        index = at + tl.arange(0, ROWS)
+        d = tl.arange(0, BLOCK_D)
+        place = x + begin.to(tl.int64) * STRIDE + column + index[:, None] * STRIDE + d[None, :]
+        tile = tl.load(place, mask=(index < end)[:, None] & (d < D)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _store(
+    x, values, begin, at, column, end, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Write what `_tile` would read at the same place."""
+    index = at + tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    place = x + begin.to(tl.int64) * STRIDE + column + index[:, None] * STRIDE + d[None, :]
+    tl.store(place, values.to(x.dtype.element_ty), mask=(index < end)[:, None] & (d < D)[None, :])
 
 
 @triton.jit
 def _attend_to(
-    acc, top, total, q, k, v, lo, hi, end, stride, d, scale, block, slot, first, anchor,
-    OWN: tl.constexpr, MASKED: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr,
-    PADDED: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, top, total, q, k, v, begin, column, lo, a, b, hi, end, scale, block, slot, first, anchor,
+    OWN: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys lo .. hi - 1."""
+    """Online softmax over keys lo .. hi - 1, of which whole tiles of a .. b - 1 are seen by every query."""
     lane = tl.arange(0, BLOCK_N)
     for at in range(lo, hi, BLOCK_N):
-        key = at + lane
-        kt = _rows(k, key, stride, d, key < end, D, MASKED or PADDED)
+        kt = _tile(k, begin, at, column, end, STRIDE, D, BLOCK_D, BLOCK_N, COPIED)
         scores = tl.dot(q, tl.trans(kt), input_precision="ieee") * scale
-        if MASKED:
-            if OWN:
-                seen = _sees_own(block[:, None], slot[:, None], key[None, :], WIDTH, WINDOW)
-            else:
-                seen = (key[None, :] >= first[:, None]) & (key[None, :] < anchor[:, None])
-            scores = tl.where(seen, scores, -1.0e30)
+        if (at < a) | (at >= b):
+            seen = _sees(
+                block[:, None], slot[:, None], first[:, None], anchor[:, None], (at + lane)[None, :], OWN, WIDTH, WINDOW
+            )  # fmt: skip
+            scores = tl.where(seen, scores, HIDDEN)
         higher = tl.maximum(top, tl.max(scores, 1))
         p = tl.exp2(scores - higher[:, None])
-        if MASKED:
-            p = tl.where(seen, p, 0.0)  # a row may have seen nothing yet
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(p, 1)
-        vt = _rows(v, key, stride, d, key < end, D, MASKED or PADDED)
+        vt = _tile(v, begin, at, column, end, STRIDE, D, BLOCK_D, BLOCK_N, COPIED)
         acc = tl.dot(p.to(vt.dtype), vt, acc * fade[:, None], input_precision="ieee")
         top = higher
     return acc, top, total
@@ -97,188 +123,132 @@ def _unmasked(first, anchor, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _forward(
-    q, k_context, v_context, k_block, v_block, anchors, starts, out, lse, scale, count, length,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, k_context, v_context, k_block, v_block, anchors, starts, out, lse, scale, count, slots, length,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    PADDED: tl.constexpr = D != BLOCK_D
+    STRIDE: tl.constexpr = KV_HEADS * D
     tile = tl.program_id(0)
-    row = (tl.program_id(1) // HEADS).to(tl.int64)
+    row = tl.program_id(1) // HEADS
     head = tl.program_id(1) % HEADS
-    kv_head = head // (HEADS // KV_HEADS)
-    queries = count * SLOTS
+    column = head // (HEADS // KV_HEADS) * D
+    queries = count * slots
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
     inside = m < queries
     block, slot, first, anchor = _facts(
-        anchors + row * count, starts + row * count, m, count, SLOTS, WIDTH, WINDOW
+        anchors + row * count, starts + row * count, m, count, slots, WIDTH, WINDOW
     )
-    stride = KV_HEADS * D
-    q_base = q + row * queries * HEADS * D + head * D
-    qt = _rows(q_base, m.to(tl.int64), HEADS * D, d, inside, D, True)
-    context = row * length * stride + kv_head * D
-    own = row * count * WIDTH * stride + kv_head * D
+    qt = _tile(q, row * queries, tile * BLOCK_M, head * D, queries, HEADS * D, D, BLOCK_D, BLOCK_M, COPIED)
 
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    top = tl.full((BLOCK_M,), -1.0e30, tl.float32)
+    top = tl.full((BLOCK_M,), LOWEST, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     lo, a, b, hi = _unmasked(first, anchor, BLOCK_N)
-    kc, vc = k_context + context, v_context + context
     acc, top, total = _attend_to(
-        acc, top, total, qt, kc, vc, lo, a, length, stride, d, scale, block, slot, first, anchor,
-        False, True, WIDTH, WINDOW, D, PADDED, BLOCK_N,
+        acc, top, total, qt, k_context, v_context, row * length, column, lo, a, b, hi, length, scale, block, slot, first, anchor,
+        False, STRIDE, WIDTH, WINDOW, D, BLOCK_D, BLOCK_N, COPIED,
     )  # fmt: skip
+    lo, hi = tl.min(block, 0) * WIDTH, (tl.max(block, 0) + 1) * WIDTH
     acc, top, total = _attend_to(
-        acc, top, total, qt, kc, vc, a, b, length, stride, d, scale, block, slot, first, anchor,
-        False, False, WIDTH, WINDOW, D, PADDED, BLOCK_N,
+        acc, top, total, qt, k_block, v_block, row * count * WIDTH, column, lo, hi, hi, hi, count * WIDTH, scale, block, slot,
+        first, anchor, True, STRIDE, WIDTH, WINDOW, D, BLOCK_D, BLOCK_N, COPIED,
     )  # fmt: skip
-    acc, top, total = _attend_to(
-        acc, top, total, qt, kc, vc, b, hi, length, stride, d, scale, block, slot, first, anchor,
-        False, True, WIDTH, WINDOW, D, PADDED, BLOCK_N,
-    )  # fmt: skip
-    acc, top, total = _attend_to(
-        acc, top, total, qt, k_block + own, v_block + own, tl.min(block, 0) * WIDTH, (tl.max(block, 0) + 1) * WIDTH,
-        count * WIDTH, stride, d, scale, block, slot, first, anchor, True, True, WIDTH, WINDOW, D, PADDED, BLOCK_N,
-    )  # fmt: skip
-    place = out + row * queries * HEADS * D + head * D + m.to(tl.int64)[:, None] * HEADS * D + d[None, :]
-    tl.store(place, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
-    tl.store(lse + tl.program_id(1).to(tl.int64) * queries + m, top + tl.log2(total), mask=inside)
+    mean = acc / total[:, None]
+    _store(out, mean, row * queries, tile * BLOCK_M, head * D, queries, HEADS * D, D, BLOCK_D, BLOCK_M)
+    facts = lse + tl.program_id(1).to(tl.int64) * queries + m
+    tl.store(facts, (top + tl.log2(total)) / scale, mask=inside)
+
+
+@triton.jit
+def _less(a, b, offset):
+    """a b^T - offset, in the registers of the product: a term that is added afterwards would cost as many again."""
+    start = tl.broadcast_to(-offset, (a.shape[0], b.shape[0]))
+    return tl.dot(a, tl.trans(b), start, input_precision="ieee")
 
 
 @triton.jit
 def _query_gradient(
-    acc, q, grad, lse, delta, k, v, lo, hi, end, stride, d, scale, block, slot, first, anchor,
-    OWN: tl.constexpr, MASKED: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr,
-    PADDED: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, q, grad, lse, delta, k, v, begin, column, lo, a, b, hi, end, scale, block, slot, first, anchor,
+    OWN: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
+    """Add what keys lo .. hi - 1 give to the gradient of a tile of queries, but for the scale."""
     lane = tl.arange(0, BLOCK_N)
     for at in range(lo, hi, BLOCK_N):
-        key = at + lane
-        kt = _rows(k, key, stride, d, key < end, D, MASKED or PADDED)
-        vt = _rows(v, key, stride, d, key < end, D, MASKED or PADDED)
-        p = tl.exp2(tl.dot(q, tl.trans(kt), input_precision="ieee") * scale - lse[:, None])
-        if MASKED:
-            if OWN:
-                seen = _sees_own(block[:, None], slot[:, None], key[None, :], WIDTH, WINDOW)
-            else:
-                seen = (key[None, :] >= first[:, None]) & (key[None, :] < anchor[:, None])
+        kt = _tile(k, begin, at, column, end, STRIDE, D, BLOCK_D, BLOCK_N, COPIED)
+        vt = _tile(v, begin, at, column, end, STRIDE, D, BLOCK_D, BLOCK_N, COPIED)
+        p = tl.exp2(_less(q, kt, lse[:, None]) * scale)
+        if (at < a) | (at >= b):
+            seen = _sees(
+                block[:, None], slot[:, None], first[:, None], anchor[:, None], (at + lane)[None, :], OWN, WIDTH, WINDOW
+            )  # fmt: skip
             p = tl.where(seen, p, 0.0)
-        slope = p * (tl.dot(grad, tl.trans(vt), input_precision="ieee") - delta[:, None])
+        slope = p * _less(grad, vt, delta[:, None])
         acc = tl.dot(slope.to(kt.dtype), kt, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
 def _backward_queries(
-    q, k_context, v_context, k_block, v_block, anchors, starts, grad, lse, delta, grad_q, scale, count, length,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, k_context, v_context, k_block, v_block, anchors, starts, grad, lse, delta, grad_q, scale, count, slots, length,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    PADDED: tl.constexpr = D != BLOCK_D
+    STRIDE: tl.constexpr = KV_HEADS * D
     tile = tl.program_id(0)
-    row = (tl.program_id(1) // HEADS).to(tl.int64)
+    row = tl.program_id(1) // HEADS
     head = tl.program_id(1) % HEADS
-    kv_head = head // (HEADS // KV_HEADS)
-    queries = count * SLOTS
+    column = head // (HEADS // KV_HEADS) * D
+    queries = count * slots
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
     inside = m < queries
     block, slot, first, anchor = _facts(
-        anchors + row * count, starts + row * count, m, count, SLOTS, WIDTH, WINDOW
+        anchors + row * count, starts + row * count, m, count, slots, WIDTH, WINDOW
     )
-    stride = KV_HEADS * D
-    base = row * queries * HEADS * D + head * D
-    qt = _rows(q + base, m.to(tl.int64), HEADS * D, d, inside, D, True)
-    gt = _rows(grad + base, m.to(tl.int64), HEADS * D, d, inside, D, True)
+    at = tile * BLOCK_M
+    qt = _tile(q, row * queries, at, head * D, queries, HEADS * D, D, BLOCK_D, BLOCK_M, COPIED)
+    gt = _tile(grad, row * queries, at, head * D, queries, HEADS * D, D, BLOCK_D, BLOCK_M, COPIED)
     facts = tl.program_id(1).to(tl.int64) * queries + m
     lse_m = tl.load(lse + facts, mask=inside, other=0.0)
     delta_m = tl.load(delta + facts, mask=inside, other=0.0)
-    context = row * length * stride + kv_head * D
-    own = row * count * WIDTH * stride + kv_head * D
-    kc, vc = k_context + context, v_context + context
 
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     lo, a, b, hi = _unmasked(first, anchor, BLOCK_N)
     acc = _query_gradient(
-        acc, qt, gt, lse_m, delta_m, kc, vc, lo, a, length, stride, d, scale, block, slot, first, anchor,
-        False, True, WIDTH, WINDOW, D, PADDED, BLOCK_N,
+        acc, qt, gt, lse_m, delta_m, k_context, v_context, row * length, column, lo, a, b, hi, length, scale, block, slot, first,
+        anchor, False, STRIDE, WIDTH, WINDOW, D, BLOCK_D, BLOCK_N, COPIED,
     )  # fmt: skip
+    lo, hi = tl.min(block, 0) * WIDTH, (tl.max(block, 0) + 1) * WIDTH
     acc = _query_gradient(
-        acc, qt, gt, lse_m, delta_m, kc, vc, a, b, length, stride, d, scale, block, slot, first, anchor,
-        False, False, WIDTH, WINDOW, D, PADDED, BLOCK_N,
+        acc, qt, gt, lse_m, delta_m, k_block, v_block, row * count * WIDTH, column, lo, hi, hi, hi, count * WIDTH, scale, block,
+        slot, first, anchor, True, STRIDE, WIDTH, WINDOW, D, BLOCK_D, BLOCK_N, COPIED,
     )  # fmt: skip
-    acc = _query_gradient(
-        acc, qt, gt, lse_m, delta_m, kc, vc, b, hi, length, stride, d, scale, block, slot, first, anchor,
-        False, True, WIDTH, WINDOW, D, PADDED, BLOCK_N,
-    )  # fmt: skip
-    acc = _query_gradient(
-        acc, qt, gt, lse_m, delta_m, k_block + own, v_block + own, tl.min(block, 0) * WIDTH,
-        (tl.max(block, 0) + 1) * WIDTH, count * WIDTH, stride, d, scale, block, slot, first, anchor,
-        True, True, WIDTH, WINDOW, D, PADDED, BLOCK_N,
-    )  # fmt: skip
-    place = grad_q + base + m.to(tl.int64)[:, None] * HEADS * D + d[None, :]
     # scale holds log2(e) for the scores in base 2, which the gradient must not.
     acc = acc * (scale / 1.4426950408889634)
-    tl.store(place, acc.to(grad_q.dtype.element_ty), mask=inside[:, None] & (d < D)[None, :])
-
-
-@triton.jit
-def _key_gradient(
-    grad_k, grad_v, k, v, key, q, grad, lse, delta, anchors, starts, lo, hi, count, d, scale,
-    OWN: tl.constexpr, MASKED: tl.constexpr, HEADS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
-    WINDOW: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Add what queries lo .. hi - 1 of one head give to the gradients of a tile of keys and values."""
-    lane = tl.arange(0, BLOCK_M)
-    for at in range(lo, hi, BLOCK_M):
-        m = at + lane
-        inside = m < hi
-        qt = _rows(q, m, HEADS * D, d, inside, D, MASKED or PADDED)
-        gt = _rows(grad, m, HEADS * D, d, inside, D, MASKED or PADDED)
-        if MASKED:
-            lse_m = tl.load(lse + m, mask=inside, other=0.0)
-            delta_m = tl.load(delta + m, mask=inside, other=0.0)
-        else:
-            lse_m = tl.load(lse + m)
-            delta_m = tl.load(delta + m)
-        p = tl.exp2(
-            tl.dot(k, tl.trans(qt), input_precision="ieee") * scale - lse_m[None, :]
-        )  # [keys, queries]
-        if MASKED:
-            block, slot, first, anchor = _facts(anchors, starts, m, count, SLOTS, WIDTH, WINDOW)
-            if OWN:
-                seen = _sees_own(block[None, :], slot[None, :], key[:, None], WIDTH, WINDOW)
-            else:
-                seen = (key[:, None] >= first[None, :]) & (key[:, None] < anchor[None, :])
-            p = tl.where(seen & inside[None, :], p, 0.0)
-        grad_v = tl.dot(p.to(gt.dtype), gt, grad_v, input_precision="ieee")
-        slope = p * (tl.dot(v, tl.trans(gt), input_precision="ieee") - delta_m[None, :])
-        grad_k = tl.dot(slope.to(qt.dtype), qt, grad_k, input_precision="ieee")
-    return grad_k, grad_v
+    _store(grad_q, acc, row * queries, at, head * D, queries, HEADS * D, D, BLOCK_D, BLOCK_M)
 
 
 @triton.jit
 def _backward_keys(
-    q, k, v, anchors, starts, ranges, grad, lse, delta, grad_k, grad_v, scale, count, keys, tiles,
-    OWN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SLOTS: tl.constexpr, WIDTH: tl.constexpr,
+    q, k, v, anchors, starts, ranges, grad, lse, delta, grad_k, grad_v, scale, count, slots, keys, tiles,
+    OWN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr,
     WINDOW: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    COPIED: tl.constexpr,
 ):  # fmt: skip
-    PADDED: tl.constexpr = D != BLOCK_D
+    STRIDE: tl.constexpr = KV_HEADS * D
     SHARE: tl.constexpr = HEADS // KV_HEADS
     tile = tl.program_id(0)
-    row = (tl.program_id(1) // KV_HEADS).to(tl.int64)
+    row = tl.program_id(1) // KV_HEADS
     kv_head = tl.program_id(1) % KV_HEADS
-    queries = count * SLOTS
-    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
-    stride = KV_HEADS * D
-    base = row * keys * stride + kv_head * D
-    kt = _rows(k + base, key, stride, d, key < keys, D, True)
-    vt = _rows(v + base, key, stride, d, key < keys, D, True)
+    queries = count * slots
+    at = tile * BLOCK_N
+    key = at + tl.arange(0, BLOCK_N)
+    kt = _tile(k, row * keys, at, kv_head * D, keys, STRIDE, D, BLOCK_D, BLOCK_N, COPIED)
+    vt = _tile(v, row * keys, at, kv_head * D, keys, STRIDE, D, BLOCK_D, BLOCK_N, COPIED)
     # Queries that see some key of the tile: lo .. hi - 1; of those, a .. b - 1 see all of them.
     if OWN:
-        lo = tile * BLOCK_N // WIDTH * SLOTS
-        hi = tl.minimum((tile * BLOCK_N + BLOCK_N - 1) // WIDTH + 1, count) * SLOTS
+        lo = tile * BLOCK_N // WIDTH * slots
+        hi = tl.minimum((tile * BLOCK_N + BLOCK_N - 1) // WIDTH + 1, count) * slots
         a = lo
         b = lo
     else:
@@ -291,30 +261,33 @@ def _backward_keys(
     starts += row * count
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    for i in range(SHARE):
-        head = kv_head * SHARE + i
-        q_head = q + row * queries * HEADS * D + head * D
-        grad_head = grad + row * queries * HEADS * D + head * D
-        lse_head = lse + (row * HEADS + head) * queries
-        delta_head = delta + (row * HEADS + head) * queries
-        dk, dv = _key_gradient(
-            dk, dv, kt, vt, key, q_head, grad_head, lse_head, delta_head, anchors, starts, lo, a, count, d, scale,
-            OWN, True, HEADS, SLOTS, WIDTH, WINDOW, D, PADDED, BLOCK_M,
-        )  # fmt: skip
-        if not OWN:
-            dk, dv = _key_gradient(
-                dk, dv, kt, vt, key, q_head, grad_head, lse_head, delta_head, anchors, starts, a, b, count, d, scale,
-                OWN, False, HEADS, SLOTS, WIDTH, WINDOW, D, PADDED, BLOCK_M,
+    lane = tl.arange(0, BLOCK_M)
+    steps = tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_M)
+    # One loop over the tiles of all heads that share these keys: its loads run ahead from one head to the next.
+    for i in range(SHARE * steps):
+        head = kv_head * SHARE + i // steps
+        at = lo + i % steps * BLOCK_M
+        qt = _tile(q, row * queries, at, head * D, hi, HEADS * D, D, BLOCK_D, BLOCK_M, COPIED)
+        gt = _tile(grad, row * queries, at, head * D, hi, HEADS * D, D, BLOCK_D, BLOCK_M, COPIED)
+        m = at + lane
+        inside = m < hi
+        fact = (row * HEADS + head).to(tl.int64) * queries + m
+        lse_m = tl.load(lse + fact, mask=inside, other=0.0)
+        delta_m = tl.load(delta + fact, mask=inside, other=0.0)
+        p = tl.exp2(_less(kt, qt, lse_m[None, :]) * scale)  # [keys, queries]
+        if (at < a) | (at >= b):
+            block, slot, first, anchor = _facts(anchors, starts, m, count, slots, WIDTH, WINDOW)
+            seen = _sees(
+                block[None, :], slot[None, :], first[None, :], anchor[None, :], key[:, None], OWN, WIDTH, WINDOW
             )  # fmt: skip
-        dk, dv = _key_gradient(
-            dk, dv, kt, vt, key, q_head, grad_head, lse_head, delta_head, anchors, starts, b, hi, count, d, scale,
-            OWN, True, HEADS, SLOTS, WIDTH, WINDOW, D, PADDED, BLOCK_M,
-        )  # fmt: skip
-    place = base + key[:, None] * stride + d[None, :]
-    mask = (key < keys)[:, None] & (d < D)[None, :]
+            p = tl.where(seen & inside[None, :], p, 0.0)
+        dv = tl.dot(p.to(gt.dtype), gt, dv, input_precision="ieee")
+        slope = p * _less(vt, gt, delta_m[None, :])
+        dk = tl.dot(slope.to(qt.dtype), qt, dk, input_precision="ieee")
+    at = tile * BLOCK_N
     dk = dk * (scale / 1.4426950408889634)
-    tl.store(grad_k + place, dk.to(grad_k.dtype.element_ty), mask=mask)
-    tl.store(grad_v + place, dv.to(grad_v.dtype.element_ty), mask=mask)
+    _store(grad_k, dk, row * keys, at, kv_head * D, keys, STRIDE, D, BLOCK_D, BLOCK_N)
+    _store(grad_v, dv, row * keys, at, kv_head * D, keys, STRIDE, D, BLOCK_D, BLOCK_N)
 
 
 @triton.jit
@@ -352,6 +325,11 @@ class Tiles:
         if q.element_size() > 2 or q.shape[-1] > 128:  # twice the bytes in shared memory
             tile = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
             return cls(tile, tile, tile | {"BLOCK_N": KEY_TILE})
+        if q.shape[-1] <= 64:
+            ahead = {"num_stages": 3}
+            return cls(
+                tile, tile | ahead | {"BLOCK_N": 32}, tile | ahead | {"BLOCK_M": 32, "BLOCK_N": KEY_TILE}
+            )
         return cls(tile | {"num_stages": 3}, tile, tile | {"BLOCK_N": KEY_TILE})
 
 
@@ -391,9 +369,10 @@ class _BlockAttention(torch.autograd.Function):
         out = torch.empty_like(q)
         lse = torch.empty(rows, heads, count * slots, dtype=torch.float32, device=q.device)
         options = Tiles.of(q).forward
+        view = _views(shape["COPIED"], dim)
         _forward[(triton.cdiv(count * slots, options["BLOCK_M"]), rows * heads)](
-            q, k_context, v_context, k_block, v_block, anchors, starts, out, lse, dim**-0.5 * LOG2E, count,
-            k_context.shape[1], **shape, **options,
+            view(q, options["BLOCK_M"]), *(view(t, options["BLOCK_N"]) for t in (k_context, v_context, k_block, v_block)),
+            anchors, starts, out, lse, dim**-0.5 * LOG2E, count, slots, k_context.shape[1], **shape, **options,
         )  # fmt: skip
         ctx.save_for_backward(q, k_context, v_context, k_block, v_block, anchors, starts, ranges, out, lse)
         ctx.window = window
@@ -413,34 +392,50 @@ class _BlockAttention(torch.autograd.Function):
             grad, out, delta, queries, HEADS=heads, D=dim, BLOCK_D=shape["BLOCK_D"], BLOCK_M=64
         )
         grad_q = torch.empty_like(q)
-        _backward_queries[(triton.cdiv(queries, tiles.queries["BLOCK_M"]), rows * heads)](
-            q, k_context, v_context, k_block, v_block, anchors, starts, grad, lse, delta, grad_q, scale, count, length,
-            **shape, **tiles.queries,
+        view, options = _views(shape["COPIED"], dim), tiles.queries
+        _backward_queries[(triton.cdiv(queries, options["BLOCK_M"]), rows * heads)](
+            view(q, options["BLOCK_M"]), *(view(t, options["BLOCK_N"]) for t in (k_context, v_context, k_block, v_block)),
+            anchors, starts, view(grad, options["BLOCK_M"]), lse, delta, grad_q, scale, count, slots, length, **shape, **options,
         )  # fmt: skip
+        options = tiles.keys
+        by_query = view(q, options["BLOCK_M"]), view(grad, options["BLOCK_M"])
         grads = []
         for k, v, keys, own in (
             (k_context, v_context, length, False),
             (k_block, v_block, count * width, True),
         ):
             grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
-            _backward_keys[(triton.cdiv(keys, tiles.keys["BLOCK_N"]), rows * kv_heads)](
-                q, k, v, anchors, starts, ranges, grad, lse, delta, grad_k, grad_v, scale, count, keys,
-                ranges.shape[1], OWN=own, **shape, **tiles.keys,
+            _backward_keys[(triton.cdiv(keys, options["BLOCK_N"]), rows * kv_heads)](
+                by_query[0], view(k, options["BLOCK_N"]), view(v, options["BLOCK_N"]), anchors, starts, ranges, by_query[1],
+                lse, delta, grad_k, grad_v, scale, count, slots, keys, ranges.shape[1], OWN=own, **shape, **options,
             )  # fmt: skip
             grads += [grad_k, grad_v]
         return grad_q, *grads, None, None, None, None
 
 
+def _views(copied: bool, dim: int) -> Callable[[Tensor, int], Tensor | TensorDescriptor]:
+    """How a kernel is given a [B, ..., heads, dim] tensor of which it reads tiles of some rows: itself, or a descriptor."""
+
+    def view(x: Tensor, rows: int) -> Tensor | TensorDescriptor:
+        return TensorDescriptor.from_tensor(x.flatten(-2).flatten(0, -2), [rows, dim]) if copied else x
+
+    return view
+
+
 def _shape(q: Tensor, k_context: Tensor, k_block: Tensor, window: int | None) -> dict[str, int]:
     """The compile-time numbers of all kernels."""
+    dim = q.shape[4]
+    padded = max(16, triton.next_power_of_2(dim))
+    # Hopper and later copy whole tiles by themselves, which leaves threads the registers that addresses would take.
+    copies = q.device.type == "cpu" or torch.cuda.get_device_capability(q.device)[0] >= 9
     return {
         "HEADS": q.shape[3],
         "KV_HEADS": k_context.shape[2],
-        "SLOTS": q.shape[2],
         "WIDTH": k_block.shape[2],
         "WINDOW": window or 0,
-        "D": q.shape[4],
-        "BLOCK_D": max(16, triton.next_power_of_2(q.shape[4])),
+        "D": dim,
+        "BLOCK_D": padded,
+        "COPIED": copies and dim == padded,
     }
 
 

@@ -24,7 +24,7 @@ from torch.optim.adamw import adamw
 
 from dspark.nn.draft import Draft
 
-PART = 1 << 26  # weights whose gradients exist in fp32 at once
+PART = 1 << 26  # weights whose masters and gradients exist in fp32 at once
 EPS = 1e-8
 
 
@@ -126,16 +126,26 @@ class MasterAdamW(torch.optim.Optimizer):
             parameter.copy_(weight)
             self.state[parameter]["rest"].copy_(rest)
 
+    def broadcast(self, source: int) -> None:
+        """Take over a process's masters, where the parameters are that process's already: DDP sends those itself."""
+        for state in self.state.values():
+            if "rest" in state:
+                torch.distributed.broadcast(state["rest"].view(torch.uint8), source)  # NCCL has no int16
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups and state as they are (torch would cast the state to the parameters' dtype).
 
+        A state with whole masters, as version 0.1.0 first wrote them, is split, and its parameters with it.
         Raises ValueError for the state of an optimizer without masters.
         """
         super().load_state_dict({**state_dict, "state": {}})
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for parameter, number in zip(self._parameters(), numbers, strict=True):
-            saved = state_dict["state"][number]
+            saved = dict(state_dict["state"][number])
+            if "master" in saved:
+                weight, saved["rest"] = split(saved.pop("master").float())
+                parameter.copy_(weight)
             if ("rest" in saved) != (parameter.dtype != torch.float32):
                 raise ValueError(
                     f"the saved optimizer state has masters for other parameters than this optimizer's (parameter {number}, "
@@ -153,7 +163,7 @@ class MasterAdamW(torch.optim.Optimizer):
 
 @cache
 def _one_pass(function: Callable, compiled: bool) -> Callable:
-    """`function`, or its compiled form, which goes over memory once."""
+    """`function`, or its compiled form: one pass over memory where each operation takes one."""
     return torch.compile(function, dynamic=True, fullgraph=True) if compiled else function
 
 

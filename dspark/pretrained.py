@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int8
+from jaxtyping import Float, Int16, UInt8
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save_file
 from torch import Tensor
@@ -33,60 +33,83 @@ NAME = "pretrained"
 FOLDER = Path("runs") / NAME
 STEM = Path(__file__).parent / "data" / "embedded" / NAME
 CACHE = Path("data") / "cache" / "smollm2"
-PACKED_FORMAT = "dspark-packed-1"
+WIDE = -128  # byte of a code beyond +-127
+PACKED_FORMAT = "dspark-packed-2"
 
 # Distance between two stored values, as a share of the root mean square of a line, by the matrix's name. The Markov tables have a
-# line a rank, since ranks differ by orders of magnitude; other matrices have a line an output. Found by tau (on the embedded
-# test split, a handful of choices): gates and their partners bear the widest steps, `down_proj` and the attention narrower ones.
-# At equal bytes one step for all of a layer's matrices lost 5 % of tau, these 2 %. Five bits for 64 neighbours of a row, at the
-# best scale, lost 16 %.
-STEPS = {"markov_w1": 0.28, "markov_w2": 0.08, "gate_proj": 0.345, "up_proj": 0.345, "down_proj": 0.26}
-STEP = 0.14
+# line a rank, since ranks differ by orders of magnitude; other matrices have a line an output. Rounding one matrix at step s moves
+# the draft's distribution by c s^2 nats, c measured for the shipped draft on validation texts (LOG.md, 2026-12-02); at a given number
+# of bytes the least is lost where every kind of matrix loses nats in proportion to its entries, s^2 ~ entries / c.
+STEPS = {
+    "fc": 0.182,
+    "self_attn.q_proj": 0.337,
+    "self_attn.k_proj": 0.162,
+    "self_attn.v_proj": 0.091,
+    "self_attn.o_proj": 0.172,
+    "mlp.gate_proj": 0.371,
+    "mlp.up_proj": 0.34,
+    "mlp.down_proj": 0.227,
+    "markov_head.markov_w1": 0.327,
+    "markov_head.markov_w2": 0.026,
+}
+STEP = 0.14  # of matrices without one of their own
 BY_COLUMN = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 
 
 # ---- few bits
 
 
-def quantise(lines: Float[Tensor, "R C"], *, step: float) -> tuple[Int8[Tensor, "R C"], Float[Tensor, " R"]]:
-    """Integers in +-127 and an fp16 scale a line: lines ~ codes * scale, each value within half a scale.
+def quantise(lines: Float[Tensor, "R C"], *, step: float) -> tuple[Int16[Tensor, "R C"], Float[Tensor, " R"]]:
+    """Integers and an fp16 scale a line: lines ~ codes * scale, each value within half a scale.
 
-    The scale is `step` times the line's root mean square, wider where its largest value would not fit. Nothing is
-    clipped and no number of bits fixed: `squeeze` spends few bits on common codes, and then even steps are close to
-    the best.
+    The scale is `step` times the line's root mean square. Nothing is clipped and no number of bits fixed: `squeeze` spends
+    few bits on common codes, and then even steps are close to the best. Raises ValueError where a code is no int16.
     """
     lines = lines.float()
     spread = lines.square().mean(-1, keepdim=True).sqrt()
-    peak = lines.abs().amax(-1, keepdim=True)
-    scale = torch.maximum(step * spread, peak / LARGEST).half().float()  # as it will be stored
-    codes = lines / scale.where(scale > 0, torch.inf)  # a line of zeros has scale 0
-    return codes.round().clamp(-LARGEST, LARGEST).to(torch.int8), scale.squeeze(-1).half()
+    scale = (step * spread).half().float()  # as it will be stored
+    codes = (lines / scale.where(scale > 0, torch.inf)).round()  # a line of zeros has scale 0
+    if bool((codes.abs() > LARGEST).any()):
+        raise ValueError(
+            f"a value is more than {LARGEST} steps of {step} root mean squares of its line; take wider steps."
+        )
+    return codes.to(torch.int16), scale.squeeze(-1).half()
 
 
-def dequantise(codes: Int8[Tensor, "R C"], scales: Float[Tensor, " R"]) -> Float[Tensor, "R C"]:
+def dequantise(codes: Int16[Tensor, "R C"], scales: Float[Tensor, " R"]) -> Float[Tensor, "R C"]:
     """The fp32 lines that codes and scales stand for."""
     return codes.float() * scales.float().unsqueeze(-1)
 
 
-def squeeze(codes: Int8[Tensor, "R C"]) -> Tensor:
-    """Codes as a zlib stream, uint8: Huffman coding alone, since a search for repetitions makes it longer."""
+def squeeze(codes: Int16[Tensor, "R C"]) -> tuple[UInt8[Tensor, " n"], Int16[Tensor, " w"]]:
+    """Codes as a zlib stream of a byte each, and the few that no byte holds, whose byte is `WIDE`, in order.
+
+    The stream is Huffman coding alone, since a search for repetitions makes it longer.
+    """
+    flat = codes.contiguous().flatten()
+    wide = (flat <= WIDE) | (flat >= -WIDE)
+    bytes_ = flat.where(~wide, WIDE).to(torch.int8).numpy().tobytes()
     packer = zlib.compressobj(9, zlib.DEFLATED, zlib.MAX_WBITS, 9, zlib.Z_HUFFMAN_ONLY)
-    stream = packer.compress(codes.contiguous().numpy().tobytes()) + packer.flush()
-    return torch.from_numpy(np.frombuffer(stream, np.uint8).copy())
+    stream = packer.compress(bytes_) + packer.flush()
+    return torch.from_numpy(np.frombuffer(stream, np.uint8).copy()), flat[wide]
 
 
-def expand(stream: Tensor, *, rows: int) -> Int8[Tensor, "R C"]:
-    codes = np.frombuffer(zlib.decompress(stream.numpy().tobytes()), np.int8)
-    return torch.from_numpy(codes.copy()).reshape(rows, -1)
+def expand(stream: UInt8[Tensor, " n"], wide: Int16[Tensor, " w"], *, rows: int) -> Int16[Tensor, "R C"]:
+    """The codes that `squeeze` wrote."""
+    codes = torch.from_numpy(
+        np.frombuffer(zlib.decompress(stream.numpy().tobytes()), np.int8).astype(np.int16)
+    )
+    codes[codes == WIDE] = wide
+    return codes.reshape(rows, -1)
 
 
 def step_of(name: str) -> float:
     """The step of the matrix that a checkpoint calls `name`."""
-    return STEPS.get(name.split(".")[-2], STEP)
+    return STEPS.get(".".join(name.split(".")[-3:-1]), STEP)
 
 
-def rounded_codes(draft: Draft, batches: Iterable[DraftBatch]) -> dict[str, Int8[Tensor, "M N"]]:
-    """Codes of the matrices whose inputs the batches show, rounded jointly (`dspark.rounding`), by checkpoint name.
+def rounded_codes(draft: Draft, batches: Iterable[DraftBatch]) -> dict[str, Int16[Tensor, "M N"]]:
+    """Codes of the matrices whose effect the batches show, rounded jointly (`dspark.rounding`), by checkpoint name.
 
     The draft is left with the rounded matrices. Scales are those of `quantise`, so `pack` and readers need not know.
     """
@@ -112,7 +135,7 @@ def pack(
     *,
     origin: Mapping[str, Any],
     measured: Mapping[str, Any],
-    codes: Mapping[str, Int8[Tensor, "M N"]] | None = None,
+    codes: Mapping[str, Int16[Tensor, "M N"]] | None = None,
 ) -> int:
     """Write the best draft of a run folder as `<stem>.safetensors` and `<stem>.json`; returns the bytes of both.
 
@@ -138,7 +161,7 @@ def pack(
             found, packed[f"{name}.scales"] = quantise(lines, step=step_of(name))
             if name in given:
                 found = given[name].T if name in BY_COLUMN else given[name]
-            packed[f"{name}.codes"] = squeeze(found)
+            packed[f"{name}.codes"], packed[f"{name}.wide"] = squeeze(found)
         else:
             packed[name] = tensor.half()
     data = stem.with_suffix(".safetensors")
@@ -235,7 +258,8 @@ def read_packed(stem: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     tensors = {"kept_ids": torch.from_numpy(np.flatnonzero(marks))}
     for name in [name.removesuffix(".codes") for name in packed if name.endswith(".codes")]:
         scales = packed.pop(f"{name}.scales")
-        lines = dequantise(expand(packed.pop(f"{name}.codes"), rows=len(scales)), scales)
+        codes = expand(packed.pop(f"{name}.codes"), packed.pop(f"{name}.wide"), rows=len(scales))
+        lines = dequantise(codes, scales)
         tensors[name] = lines.T.contiguous() if name in facts["packing"]["by_column"] else lines
     return facts, tensors | {name: tensor.float() for name, tensor in packed.items()}
 

@@ -2,16 +2,20 @@
 
 Rounding entry by entry keeps every number close. What counts is W x: with the second moments H = sum x x^T of the inputs that a
 matrix really sees, rounding W to V costs tr((V - W) H (V - W)^T). Columns are rounded one after another, and what the rounding of
-one column does to the output is made up for, as well as it can be, by the columns that are still to come.
+one column does to the output is made up for, as well as it can be, by the columns that are still to come. The table of previous
+tokens' embeddings has no input; its rows e act as logits W_2 e, and H is the covariance of W_2's rows under the draft's own
+distribution q: e' in place of e changes q by (e' - e) H (e' - e)^T / 2 nats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import count
+from math import gcd
 
 import torch
-from jaxtyping import Float, Int8
+from jaxtyping import Float, Int16
 from torch import Tensor, nn
 
 from dspark.blocks import DraftBatch
@@ -19,15 +23,18 @@ from dspark.nn.draft import Draft
 
 DAMPING = 0.01  # of the mean second moment, added to all: inputs that were hardly seen move little
 BLOCK = 64  # columns whose effect on the rest is applied in one product
-LARGEST = 127  # code
+SPARSE = 8  # of about so many proposals, one counts in the moments of the table: each costs a softmax
+LARGEST = 2**15 - 1  # code
+ROWS = 1024  # whose softmaxes exist at once
+TABLE = "markov_head.markov_w1.weight"
 
 Rounder = Callable[[str, Tensor, Tensor], Tensor]
 
 
 def round_jointly(
     weight: Float[Tensor, "M N"], scale: Float[Tensor, ...], moments: Float[Tensor, "N N"]
-) -> Int8[Tensor, "M N"]:
-    """Integers in +-127 such that codes * scale, of `scale` [M, 1] or [1, N], times inputs with these moments is close to W x.
+) -> Int16[Tensor, "M N"]:
+    """Integers such that codes * scale, of `scale` [M, 1] or [1, N], times inputs with these moments is close to W x.
 
     Columns with much input are rounded first, so that most columns are left to make up for them. Entries whose scale is 0
     become 0. Raises ValueError where the moments are not finite.
@@ -56,7 +63,7 @@ def round_jointly(
             left[:, j + 1 : block.stop] -= error.unsqueeze(1) * factor[j, j + 1 : block.stop]
             errors[:, j - begin] = error
         left[:, block.stop :] -= errors @ factor[block, block.stop :]
-    return codes[:, order.argsort()].to(torch.int8)
+    return codes[:, order.argsort()].to(torch.int16)
 
 
 def stages(draft: Draft) -> list[dict[str, nn.Linear]]:
@@ -72,7 +79,7 @@ def stages(draft: Draft) -> list[dict[str, nn.Linear]]:
 
 @torch.no_grad()
 def round_draft(draft: Draft, batches: Iterable[DraftBatch], round_one: Rounder) -> None:
-    """Replace the draft's matrices, group by group, by what `round_one(name, weight, moments)` makes of them.
+    """Replace the draft's matrices, group by group and the table last, by what `round_one(name, weight, moments)` makes of them.
 
     The moments of a group are those of inputs that have passed the groups before it as they are then, already rounded.
     """
@@ -81,6 +88,30 @@ def round_draft(draft: Draft, batches: Iterable[DraftBatch], round_one: Rounder)
         found = input_moments(draft, batches, group)
         for name, module in group.items():
             module.weight.copy_(round_one(name, module.weight, found[name]))
+    if draft.config.head == "vanilla":  # other heads turn the table's rows into something else first
+        table = draft.markov_head.markov_w1.weight
+        table.copy_(round_one(TABLE, table, table_moments(draft, batches)))
+
+
+@torch.no_grad()
+def table_moments(draft: Draft, batches: Iterable[DraftBatch]) -> Float[Tensor, "R R"]:
+    """Covariance of the rows of `markov_w2` under the draft's distribution, summed over some proposals of the batches.
+
+    What a confidence head reads of the table is left out: its logits are one number beside the vocabulary's thousands.
+    """
+    rows = draft.markov_head.markov_w2.weight.float()
+    rows = rows - rows.mean(0)  # which a softmax does not see, and a difference of large sums would
+    proposals = draft.config.num_proposals
+    every = next(n for n in count(SPARSE) if gcd(n, proposals) == 1)  # so that all positions have their turn
+    found = torch.zeros(rows.shape[1], rows.shape[1])
+    for batch in batches:
+        output = draft(batch)
+        hidden, features = (x.flatten(0, -2)[::every] for x in (output.hidden, output.features))
+        for part in range(0, len(hidden), ROWS):
+            q = draft.logits(hidden[part : part + ROWS], features[part : part + ROWS]).softmax(-1)
+            means = q @ rows
+            found += (rows.T * q.sum(0)) @ rows - means.T @ means
+    return found * draft.config.logit_scale**2
 
 
 @torch.no_grad()

@@ -247,9 +247,8 @@ class DraftModule(L.LightningModule):
         groups, betas = [group for group in groups if group["params"]], tuple(config.betas)
         if self.masters:
             optimizer = MasterAdamW(groups, rests=self._rests, betas=betas)
-            if self.trainer.world_size > 1:  # as DDP has done with the parameters
-                for rest in (state["rest"] for state in optimizer.state.values() if "rest" in state):
-                    torch.distributed.broadcast(rest.view(torch.bfloat16), src=0)  # NCCL has no int16
+            if self.trainer.world_size > 1:
+                optimizer.broadcast(0)
             self._rests = {}
         else:
             optimizer = torch.optim.AdamW(groups, betas=betas, fused=True)
@@ -303,19 +302,19 @@ class DraftModule(L.LightningModule):
         self.metrics.add(("val_accepted",), mine[:1], mine[1:])
         self.log("tau", tau, prog_bar=True, rank_zero_only=True)
         if self.run is not None:
-            state = self.best_known_weights()
-            facts = {"step": self.global_step, "validation_tau": tau}
-            for name in ("last", "best") if tau > self.best_tau else ("last",):
-                if self.trainer.is_global_zero:
+            state = whole_tensors(self.draft)  # of shards, to which all ranks contribute
+            if self.trainer.is_global_zero:
+                state |= self.master_weights()
+                facts = {"step": self.global_step, "validation_tau": tau}
+                for name in ("last", "best") if tau > self.best_tau else ("last",):
                     save_draft(self.draft, self.run.checkpoints / name, self.contract, facts, state)
         self.best_tau = max(self.best_tau, tau)
 
-    def best_known_weights(self) -> dict[str, Tensor]:
-        """The draft's state in whole tensors, with masters in place of the weights that are rounded from them."""
-        state = whole_tensors(self.draft)
-        if isinstance(self._optimizer, MasterAdamW):
-            state |= {name: self._optimizer.master(p).cpu() for name, p in self.draft.named_parameters()}
-        return state
+    def master_weights(self) -> dict[str, Tensor]:
+        """Masters, on the CPU, in place of the weights that are rounded from them; empty where there are none."""
+        if not isinstance(self._optimizer, MasterAdamW):
+            return {}
+        return {name: self._optimizer.master(p).cpu() for name, p in self.draft.named_parameters()}
 
     def on_validation_end(self) -> None:
         """Weights gathered for validation would hide what the optimizer does to the shards."""
@@ -344,7 +343,7 @@ def check_parallel(*, graph: bool, masters: bool, processes: int, sharded: bool)
         )
     if masters and sharded:
         raise ValueError(
-            "trainer.precision=bf16-masters keeps whole fp32 weights in the optimizer, which trainer.strategy=fsdp2 would shard; "
+            "trainer.precision=bf16-masters keeps what bf16 weights lack of fp32 in the optimizer, whole, where trainer.strategy=fsdp2 shards; "
             "use trainer.strategy=ddp or trainer.precision=bf16-mixed."
         )
 

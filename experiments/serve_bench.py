@@ -207,7 +207,7 @@ def report(out: Path, table: pd.DataFrame, engines: dict[str, Any]) -> pd.DataFr
 
 
 def draw(table: pd.DataFrame, path: Path) -> None:
-    """Speed-up by load for every temperature, and the engine's accept length against the prediction where there is one."""
+    """Speed-up by load for the temperatures with the most loads, and accept length against the prediction where there is one."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -217,7 +217,9 @@ def draw(table: pd.DataFrame, path: Path) -> None:
     from dspark.analysis.style import panels, use_style
 
     predicted = table.dropna(subset=["predicted_accept_length", "accept_length"])
-    temperatures = sorted(figures.sped_up(table)["temperature"].unique())
+    loads = figures.sped_up(table).groupby("temperature")["concurrency"].nunique()
+    # One load beside a curve would be a panel with one point.
+    temperatures = list(loads.index[loads == loads.max()])
     if not temperatures and predicted.empty:
         return
     use_style()
@@ -225,8 +227,8 @@ def draw(table: pd.DataFrame, path: Path) -> None:
     for ax, temperature in zip(axes, temperatures, strict=False):
         figures.plot_speed_up(table, ax, temperature=temperature)
     if not predicted.empty:
-        loads = predicted.groupby("concurrency")["requests"].sum()
-        figures.plot_prediction(table, axes[-1], concurrency=int(loads.idxmax()))
+        requests = predicted.groupby("concurrency")["requests"].sum()
+        figures.plot_prediction(table, axes[-1], concurrency=int(requests.idxmax()))
     plt.savefig(path)
     plt.close("all")
 

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 from dspark.blocks import sample_anchors
+from dspark.kernels import block_attention as block_attention_module
 from dspark.kernels.block_attention import block_attention, key_ranges
 from dspark.kernels.loss import loss_terms
 from dspark.losses import LK_ETA, LossWeights, terms_with_gradient
@@ -124,6 +125,33 @@ def test_loss_kernel_on_bf16_logits_with_ties_impossible_tokens_and_an_odd_width
 def test_attention_kernels_equal_dense_attention(
     rows, length, anchors, width, slots, heads, kv_heads, dim, window
 ):
+    compare(rows, length, anchors, width, slots, heads, kv_heads, dim, window)
+
+
+def test_attention_kernels_equal_it_where_no_card_copies_tiles(monkeypatch):
+    shape = block_attention_module._shape
+    monkeypatch.setattr(block_attention_module, "_shape", lambda *given: shape(*given) | {"COPIED": False})
+    compare(2, 100, 20, 4, 3, 4, 2, 16, None)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter multiplies no bf16")
+@pytest.mark.parametrize("dim", [64, 128])
+def test_attention_kernels_in_bf16_equal_dense_attention(dim):
+    compare(2, 200, 40, 8, 7, 4, 2, dim, None, dtype=torch.bfloat16, tolerance=0.03)
+
+
+def test_a_part_of_a_tensor_may_begin_anywhere():
+    x = torch.randn(1 + 2 * 8 * 2 * 16)[1:].view(1, 2, 8, 2, 16)
+    assert x.data_ptr() % 16
+    view = block_attention_module._views(True)(x, 4)
+    assert tuple(view.shape) == (16, 32)
+    assert torch.equal(view.base.flatten(), x.flatten())
+
+
+def compare(
+    rows, length, anchors, width, slots, heads, kv_heads, dim, window, dtype=torch.float32, tolerance=1e-4
+):
+    """Kernels against dense attention in fp32, values and all gradients."""
     generator = torch.Generator().manual_seed(0)
     doc_start = torch.zeros(rows, length, dtype=torch.int64)
     for b in range(rows):
@@ -139,10 +167,10 @@ def test_attention_kernels_equal_dense_attention(
     upstream = torch.randn(wanted.shape, generator=generator)
     gradients = torch.autograd.grad(wanted, inputs, upstream)
 
-    given = [t.detach().to(DEVICE).requires_grad_() for t in inputs]
+    given = [t.detach().to(DEVICE, dtype).requires_grad_() for t in inputs]
     places, starts = places.to(DEVICE), starts.to(DEVICE)
     ranges = key_ranges(places, starts, length=length, slots=slots, width=width, window=window)
     out = block_attention(*given, places, starts, ranges, window)
-    got = torch.autograd.grad(out, given, upstream.to(DEVICE))
+    got = torch.autograd.grad(out, given, upstream.to(DEVICE, dtype))
     for a, b in zip((out, *got), (wanted, *gradients), strict=True):
-        torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a.cpu().float(), b, rtol=tolerance, atol=tolerance / 10)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import multiprocessing
 
 import pytest
 import torch
@@ -54,8 +56,14 @@ def gradients(parameters, seed):
     return [torch.randn(p.shape, generator=generator).to(p) for p in parameters]
 
 
-def test_a_weight_and_its_rest_are_every_bit_of_its_master():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_weight_and_its_rest_are_every_bit_of_its_master(compiled):
     """Ties are where 16 bits are tight; a NaN need not keep its payload."""
+    plain = (
+        inspect.unwrap(masters.split),
+        inspect.unwrap(masters.joined),
+    )  # runtime type checks do not compile
+    split, joined = (masters._one_pass(f, compiled) for f in plain)
     bits = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(0))
     ends = torch.tensor([0x0000, 0x7FFF, 0x8000, 0x8001, 0xFFFF]).repeat(2000)
     tops = torch.randint(-(2**15), 2**15, (len(ends),), generator=torch.Generator().manual_seed(1)) << 16
@@ -135,6 +143,48 @@ def test_a_restored_optimizer_goes_on_exactly():
     assert restored.param_groups[0]["lr"] == 1e-2
 
 
+def test_a_state_with_whole_masters_is_taken_over():
+    parameters, rests, wide = pair()
+    optimizer = MasterAdamW(grouped(parameters), rests=rests, betas=BETAS)
+    saved = copy.deepcopy(optimizer.state_dict())
+    other = wide[0] + 0.3
+    saved["state"][0] = {n: v for n, v in saved["state"][0].items() if n != "rest"} | {"master": other}
+    optimizer.load_state_dict(saved)
+    assert torch.equal(optimizer.master(parameters[0]), other)
+    assert torch.equal(optimizer.master(parameters[1]), wide[1])
+    assert "master" in saved["state"][0]  # the caller's is as it was
+
+
+def test_all_processes_start_from_the_first_ones_masters(tmp_path):
+    """Both have the first one's parameters, as after DDP has sent them, and masters of their own."""
+    ranks = [
+        multiprocessing.get_context("spawn").Process(target=send_masters, args=(rank, tmp_path))
+        for rank in (0, 1)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(timeout=120)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert all(torch.equal(a, b) for a, b in zip(first["after"], second["after"], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first["before"], first["after"], strict=True))
+    assert not torch.equal(second["before"][0], second["after"][0])
+
+
+def send_masters(rank, folder):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2
+    )
+    parameters, rests, _ = pair()
+    rests = {p: rest + rank for p, rest in rests.items()}
+    optimizer = MasterAdamW(grouped(parameters), rests=rests, betas=BETAS)
+    found = {"before": [optimizer.master(p).clone() for p in parameters]}
+    optimizer.broadcast(0)
+    torch.save(found | {"after": [optimizer.master(p) for p in parameters]}, folder / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
 def test_state_of_another_precision_is_refused():
     parameters, rests, wide = pair()
     plain = [nn.Parameter(w.clone()) for w in wide]
@@ -193,7 +243,7 @@ def test_gradients_of_rounded_weights_are_those_of_mixed_precision():
         torch.testing.assert_close(mine.grad.float(), other.grad, rtol=2**-8, atol=1e-6)
 
 
-def test_a_saved_draft_holds_the_masters_and_the_checkpoint_both(run):
+def test_a_saved_draft_holds_the_masters_and_the_checkpoint_their_halves(run):
     saved = weights_of(run)
     state = torch.load(run.checkpoints / "last.ckpt", weights_only=False)
     computing = {name.removeprefix("draft."): t for name, t in state["state_dict"].items()}
@@ -202,10 +252,13 @@ def test_a_saved_draft_holds_the_masters_and_the_checkpoint_both(run):
     assert len(rounded) == 7 * layers + 2  # and fc, and markov_w2
     for name in rounded:
         assert saved[name].dtype == torch.float32
-        assert torch.equal(saved[name].bfloat16(), computing[name])
+        assert torch.equal(split(saved[name])[0], computing[name])
         assert not torch.equal(saved[name], computing[name].float())
     moments = state["optimizer_states"][0]["state"]
-    assert sum("rest" in m for m in moments.values()) == len(rounded)
+    rests = [m["rest"] for m in moments.values() if "rest" in m]
+    assert len(rests) == len(rounded)
+    whole = {name: split(saved[name])[1] for name in rounded}
+    assert all(any(torch.equal(rest, w) for w in whole.values()) for rest in rests)
     assert {float(m["step"]) for m in moments.values()} == {6.0}
 
 
@@ -235,7 +288,7 @@ def test_resuming_in_another_precision_is_refused(cache, run):
     ("overrides", "message"),
     [
         (["trainer.precision=bf16"], r"precision is 'bf16'; expected one of .*bf16-masters"),
-        ([MASTERS, "trainer.strategy=fsdp2", "trainer.devices=2"], r"strategy=fsdp2 would shard"),
+        ([MASTERS, "trainer.strategy=fsdp2", "trainer.devices=2"], r"strategy=fsdp2 shards"),
         (["trainer.graph=true", "trainer.strategy=fsdp2"], r"strategy is fsdp2; set trainer\.graph=false"),
         (["trainer.graph=true", "trainer.devices=2"], r"there are 2; set trainer\.graph=false"),
         (["trainer.graph=true", "trainer.num_nodes=3"], r"there are 3; set trainer\.graph=false"),

@@ -8,10 +8,11 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
+from dspark import rounding
 from dspark.data.synthetic import synthetic_cache
 from dspark.nn.backbone import Layer
-from dspark.pretrained import dequantise, quantise, read_packed, rounded_codes
-from dspark.rounding import BLOCK, input_moments, round_jointly, stages
+from dspark.pretrained import dequantise, quantise, read_packed, rounded_codes, step_of
+from dspark.rounding import BLOCK, TABLE, input_moments, round_jointly, stages, table_moments
 from dspark.runs import load_draft
 from experiments.cli import CONFIGS
 from experiments.pack import pack_run
@@ -40,7 +41,7 @@ def test_outputs_are_closer_than_after_rounding_each_entry():
     codes = round_jointly(weight, scale, moments)
     each = (weight / scale).round() * scale
     assert cost(codes * scale - weight, moments) < 0.25 * cost(each - weight, moments)
-    assert codes.dtype == torch.int8
+    assert codes.dtype == torch.int16
     assert (codes * scale - weight).square().mean() < 9 * (
         each - weight
     ).square().mean()  # still those weights
@@ -49,7 +50,7 @@ def test_outputs_are_closer_than_after_rounding_each_entry():
 def test_unrelated_inputs_leave_nothing_to_make_up_for():
     weight, scale, _ = problem()
     codes = round_jointly(weight, scale, torch.diag(torch.rand(weight.shape[1]) + 0.1))
-    assert torch.equal(codes, (weight / scale).round().to(torch.int8))
+    assert torch.equal(codes, (weight / scale).round().to(torch.int16))
 
 
 def test_a_scale_a_column_lines_of_zeros_and_unseen_inputs_are_allowed():
@@ -59,7 +60,7 @@ def test_a_scale_a_column_lines_of_zeros_and_unseen_inputs_are_allowed():
     _, scales = quantise(weight.T, step=0.4)
     codes = round_jointly(weight, scales.float().unsqueeze(0), moments)
     assert (codes[:, 3] == 0).all()
-    assert torch.equal(codes[:, 7], (weight[:, 7] / scales[7].float()).round().to(torch.int8))
+    assert torch.equal(codes[:, 7], (weight[:, 7] / scales[7].float()).round().to(torch.int16))
     with pytest.raises(ValueError, match="not finite"):
         round_jointly(weight, scales.float().unsqueeze(0), moments * float("nan"))
 
@@ -82,6 +83,22 @@ def test_moments_are_those_of_the_inputs_with_every_mask_counted(monkeypatch):
     torch.testing.assert_close(found["fc.weight"], taps.T @ taps, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize(("every", "proposals"), [(8, 3), (9, 4)])
+def test_moments_of_the_table_say_what_a_change_of_a_row_does(every, proposals, monkeypatch):
+    monkeypatch.setattr(rounding, "ROWS", 2)
+    draft = random_draft(logit_scale=0.5, block_size=4, sample_from_anchor=proposals == 4)
+    assert draft.config.num_proposals == proposals
+    batch = random_batch(draft.config)
+    found = table_moments(draft, [batch])
+    output = draft(batch)
+    hidden, features = (x.flatten(0, -2)[::every] for x in (output.hidden, output.features))
+    change = 1e-3 * torch.randn(features.shape[-1], generator=torch.Generator().manual_seed(0))
+    p, q = (draft.logits(hidden, f).double().log_softmax(-1) for f in (features, features + change))
+    nats = float((p.exp() * (p - q)).sum().detach())
+    assert nats > 0
+    assert float((change @ found @ change).detach()) / 2 == pytest.approx(nats, rel=0.02)
+
+
 def test_a_packed_run_holds_the_jointly_rounded_matrices(tmp_path: Path):
     cache = synthetic_cache(tmp_path / "cache")
     with initialize_config_dir(version_base="1.3", config_dir=CONFIGS):
@@ -94,10 +111,10 @@ def test_a_packed_run_holds_the_jointly_rounded_matrices(tmp_path: Path):
     assert facts["measured"]["before"]["documents"] == 2
     assert facts["measured"]["after"]["tau"] >= 1
     draft, _, _ = load_draft(run.checkpoint("best"), attention_backend="grouped")
-    assert set(facts["packing"]["jointly"]) == {name for group in stages(draft) for name in group}
+    assert set(facts["packing"]["jointly"]) == {TABLE} | {name for group in stages(draft) for name in group}
     name = "layers.0.mlp.gate_proj.weight"
     original = draft.get_parameter(name).detach()
-    codes, scales = quantise(original, step=facts["packing"]["steps"]["gate_proj"])
+    codes, scales = quantise(original, step=facts["packing"]["steps"]["mlp.gate_proj"])
     assert not torch.equal(tensors[name], dequantise(codes, scales))
     steps = ((tensors[name] - original) / scales.float().unsqueeze(1)).abs()
     assert steps.mean() < 1
@@ -112,7 +129,6 @@ def test_codes_and_the_draft_they_leave_agree():
     codes = rounded_codes(draft, [batch])
     for name, found in codes.items():
         lines = before[name].T if name.startswith("markov_head") else before[name]
-        _, scales = quantise(lines, step=0.08 if "markov" in name else 0.14)
-        if name.split(".")[-2] not in ("gate_proj", "up_proj", "down_proj"):
-            own = dequantise(found.T if name.startswith("markov_head") else found, scales)
-            torch.testing.assert_close(draft.get_parameter(name), own.T if "markov" in name else own)
+        _, scales = quantise(lines, step=step_of(name))
+        own = dequantise(found.T if name.startswith("markov_head") else found, scales)
+        torch.testing.assert_close(draft.get_parameter(name), own.T if "markov" in name else own)

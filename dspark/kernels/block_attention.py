@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-LOG2E = 1.4426950408889634
+LOG2E = tl.constexpr(1.4426950408889634)
 # The score of a key that a query does not see, and the highest score before any key: so far apart that a hidden key's weight is 0.
 HIDDEN = tl.constexpr(-1.0e30)
 LOWEST = tl.constexpr(-1.0e28)
@@ -61,14 +61,14 @@ def _tile(
     """ROWS rows from row `begin + at` of a matrix with rows of STRIDE numbers, their D numbers from `column` on.
 
     `x` is a pointer, or a descriptor where COPIED. Rows from `begin + end` on are zeros, in a copy whatever is there: users hide
-    them.
+    them, and they must be finite.
     """
     if COPIED:
         tile = x.load([begin + at, column])
     else:
         index = at + tl.arange(0, ROWS)
         d = tl.arange(0, BLOCK_D)
-        place = x + begin.to(tl.int64) * STRIDE + column + index[:, None] * STRIDE + d[None, :]
+        place = x + column + (begin + index).to(tl.int64)[:, None] * STRIDE + d[None, :]
         tile = tl.load(place, mask=(index < end)[:, None] & (d < D)[None, :], other=0.0)
     return tile
 
@@ -80,7 +80,7 @@ def _store(
     """Write what `_tile` would read at the same place."""
     index = at + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
-    place = x + begin.to(tl.int64) * STRIDE + column + index[:, None] * STRIDE + d[None, :]
+    place = x + column + (begin + index).to(tl.int64)[:, None] * STRIDE + d[None, :]
     tl.store(place, values.to(x.dtype.element_ty), mask=(index < end)[:, None] & (d < D)[None, :])
 
 
@@ -156,6 +156,7 @@ def _forward(
     mean = acc / total[:, None]
     _store(out, mean, row * queries, tile * BLOCK_M, head * D, queries, HEADS * D, D, BLOCK_D, BLOCK_M)
     facts = lse + tl.program_id(1).to(tl.int64) * queries + m
+    # As a score before its scaling: what the backward pass takes off within the product.
     tl.store(facts, (top + tl.log2(total)) / scale, mask=inside)
 
 
@@ -224,7 +225,7 @@ def _backward_queries(
         slot, first, anchor, True, STRIDE, WIDTH, WINDOW, D, BLOCK_D, BLOCK_N, COPIED,
     )  # fmt: skip
     # scale holds log2(e) for the scores in base 2, which the gradient must not.
-    acc = acc * (scale / 1.4426950408889634)
+    acc = acc * (scale / LOG2E)
     _store(grad_q, acc, row * queries, at, head * D, queries, HEADS * D, D, BLOCK_D, BLOCK_M)
 
 
@@ -241,10 +242,10 @@ def _backward_keys(
     row = tl.program_id(1) // KV_HEADS
     kv_head = tl.program_id(1) % KV_HEADS
     queries = count * slots
-    at = tile * BLOCK_N
-    key = at + tl.arange(0, BLOCK_N)
-    kt = _tile(k, row * keys, at, kv_head * D, keys, STRIDE, D, BLOCK_D, BLOCK_N, COPIED)
-    vt = _tile(v, row * keys, at, kv_head * D, keys, STRIDE, D, BLOCK_D, BLOCK_N, COPIED)
+    first_key = tile * BLOCK_N
+    key = first_key + tl.arange(0, BLOCK_N)
+    kt = _tile(k, row * keys, first_key, kv_head * D, keys, STRIDE, D, BLOCK_D, BLOCK_N, COPIED)
+    vt = _tile(v, row * keys, first_key, kv_head * D, keys, STRIDE, D, BLOCK_D, BLOCK_N, COPIED)
     # Queries that see some key of the tile: lo .. hi - 1; of those, a .. b - 1 see all of them.
     if OWN:
         lo = tile * BLOCK_N // WIDTH * slots
@@ -252,11 +253,11 @@ def _backward_keys(
         a = lo
         b = lo
     else:
-        facts = ranges + (row * tiles + tile) * 4
-        lo = tl.load(facts)
-        hi = tl.load(facts + 3)
-        a = tl.minimum(lo + (tl.load(facts + 1) - lo + BLOCK_M - 1) // BLOCK_M * BLOCK_M, tl.maximum(hi, lo))
-        b = a + tl.maximum(tl.load(facts + 2) - a, 0) // BLOCK_M * BLOCK_M
+        own = ranges + (row * tiles + tile) * 4
+        lo = tl.load(own)
+        hi = tl.load(own + 3)
+        a = tl.minimum(lo + (tl.load(own + 1) - lo + BLOCK_M - 1) // BLOCK_M * BLOCK_M, tl.maximum(hi, lo))
+        b = a + tl.maximum(tl.load(own + 2) - a, 0) // BLOCK_M * BLOCK_M
     anchors += row * count
     starts += row * count
     dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -284,10 +285,9 @@ def _backward_keys(
         dv = tl.dot(p.to(gt.dtype), gt, dv, input_precision="ieee")
         slope = p * _less(vt, gt, delta_m[None, :])
         dk = tl.dot(slope.to(qt.dtype), qt, dk, input_precision="ieee")
-    at = tile * BLOCK_N
-    dk = dk * (scale / 1.4426950408889634)
-    _store(grad_k, dk, row * keys, at, kv_head * D, keys, STRIDE, D, BLOCK_D, BLOCK_N)
-    _store(grad_v, dv, row * keys, at, kv_head * D, keys, STRIDE, D, BLOCK_D, BLOCK_N)
+    dk = dk * (scale / LOG2E)
+    _store(grad_k, dk, row * keys, first_key, kv_head * D, keys, STRIDE, D, BLOCK_D, BLOCK_N)
+    _store(grad_v, dv, row * keys, first_key, kv_head * D, keys, STRIDE, D, BLOCK_D, BLOCK_N)
 
 
 @triton.jit
@@ -310,7 +310,8 @@ def _row_products(
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile sizes and launch options of the three kernels; what an H200 ran fastest, by element size and head dimension.
+    """Tile sizes and launch options of the three kernels; what an H200 ran fastest, by element size and head dimension (at 128,
+    at the large geometry).
 
     The keys of a program that sums gradients are always `KEY_TILE`, which `key_ranges` counts with.
     """
@@ -367,12 +368,14 @@ class _BlockAttention(torch.autograd.Function):
         )
         shape = _shape(q, k_context, k_block, window)
         out = torch.empty_like(q)
-        lse = torch.empty(rows, heads, count * slots, dtype=torch.float32, device=q.device)
+        lse = torch.empty(
+            rows, heads, count * slots, dtype=torch.float32, device=q.device
+        )  # before the scaling
         options = Tiles.of(q).forward
-        view = _views(shape["COPIED"], dim)
+        view = _views(shape["COPIED"])
         _forward[(triton.cdiv(count * slots, options["BLOCK_M"]), rows * heads)](
             view(q, options["BLOCK_M"]), *(view(t, options["BLOCK_N"]) for t in (k_context, v_context, k_block, v_block)),
-            anchors, starts, out, lse, dim**-0.5 * LOG2E, count, slots, k_context.shape[1], **shape, **options,
+            anchors, starts, out, lse, dim**-0.5 * LOG2E.value, count, slots, k_context.shape[1], **shape, **options,
         )  # fmt: skip
         ctx.save_for_backward(q, k_context, v_context, k_block, v_block, anchors, starts, ranges, out, lse)
         ctx.window = window
@@ -384,7 +387,7 @@ class _BlockAttention(torch.autograd.Function):
         q, k_context, v_context, k_block, v_block, anchors, starts, ranges, out, lse = ctx.saved_tensors
         rows, count, slots, heads, dim = q.shape
         length, kv_heads, width = k_context.shape[1], k_context.shape[2], k_block.shape[2]
-        queries, scale = count * slots, dim**-0.5 * LOG2E
+        queries, scale = count * slots, dim**-0.5 * LOG2E.value
         grad = grad.contiguous()
         shape, tiles = _shape(q, k_context, k_block, ctx.window), Tiles.of(q)
         delta = torch.empty_like(lse)
@@ -392,7 +395,7 @@ class _BlockAttention(torch.autograd.Function):
             grad, out, delta, queries, HEADS=heads, D=dim, BLOCK_D=shape["BLOCK_D"], BLOCK_M=64
         )
         grad_q = torch.empty_like(q)
-        view, options = _views(shape["COPIED"], dim), tiles.queries
+        view, options = _views(shape["COPIED"]), tiles.queries
         _backward_queries[(triton.cdiv(queries, options["BLOCK_M"]), rows * heads)](
             view(q, options["BLOCK_M"]), *(view(t, options["BLOCK_N"]) for t in (k_context, v_context, k_block, v_block)),
             anchors, starts, view(grad, options["BLOCK_M"]), lse, delta, grad_q, scale, count, slots, length, **shape, **options,
@@ -413,11 +416,14 @@ class _BlockAttention(torch.autograd.Function):
         return grad_q, *grads, None, None, None, None
 
 
-def _views(copied: bool, dim: int) -> Callable[[Tensor, int], Tensor | TensorDescriptor]:
+def _views(copied: bool) -> Callable[[Tensor, int], Tensor | TensorDescriptor]:
     """How a kernel is given a [B, ..., heads, dim] tensor of which it reads tiles of some rows: itself, or a descriptor."""
 
     def view(x: Tensor, rows: int) -> Tensor | TensorDescriptor:
-        return TensorDescriptor.from_tensor(x.flatten(-2).flatten(0, -2), [rows, dim]) if copied else x
+        if not copied:
+            return x
+        x = x if x.data_ptr() % 16 == 0 else x.clone()  # a part of another tensor may begin anywhere
+        return TensorDescriptor.from_tensor(x.flatten(-2).flatten(0, -2), [rows, x.shape[-1]])
 
     return view
 

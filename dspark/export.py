@@ -487,12 +487,14 @@ def _write_weights(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: int
             size = 0
         groups[-1][name] = tensor.contiguous()
         size += own
-    if len(groups) == 1:
-        save_file(groups[0], folder / "model.safetensors", metadata={"format": "pt"})
-        return ["model.safetensors"]
-    names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    names = ["model.safetensors"]
+    if len(groups) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     for file, group in zip(names, groups, strict=True):
         save_file(group, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)  # safetensors writes for the owner alone; a server is often someone else
+    if len(names) == 1:
+        return names
     index = {
         "metadata": {"total_size": sum(t.numel() * t.element_size() for t in tensors.values())},
         "weight_map": {name: file for file, group in zip(names, groups, strict=True) for name in group},

@@ -330,6 +330,8 @@ def test_shards_hold_what_one_file_holds(run, tmp_path):
     assert index["metadata"]["total_size"] == report.bytes
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / "many" / file)[name], whole[name])
+    files = [path for folder in ("one", "many") for path in (tmp_path / folder).iterdir()]
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in files)  # whoever serves them
 
 
 @pytest.mark.parametrize("head", ["gated", "rnn"])

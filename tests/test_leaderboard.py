@@ -60,7 +60,12 @@ def made_up_run(root: Path, label: str, seed: int, *extra: str, shift: float = 0
         data={},
         parent=None,
         status="complete",
-        results={"steps": 50, "train_seconds": 10.0 + shift * 20, "parameters": 1000 + len(label)},
+        results={
+            "steps": 50,
+            "train_seconds": 10.0 + shift * 20,
+            "parameters": 1000 + len(label),
+            "alpha": [0.5, 0.4],
+        },
     )
     run = Run.create(root, manifest, OmegaConf.to_yaml(cfg, resolve=True))
     slots, rounds = made_up_tables(name, min(cfg.draft.block_size - 1, N), shift, seed, prompts)
@@ -258,6 +263,22 @@ def test_pair_gains_are_ratios_of_taus_with_an_interval(grid):
     assert (gains["seeds"] == 3).all()
 
 
+def test_sampled_estimates_are_products_of_overlaps_by_seed():
+    runs = pd.DataFrame(
+        {"run_id": ["a0", "a1", "b0", "b1"], "label": ["baseline"] * 2 + ["other"] * 2, "seed": [0, 1, 0, 1]}
+    )
+    alphas = {"a0": [0.5, 0.5], "a1": [0.5, 0.4], "b0": [0.8, 0.5], "b1": [0.8, 0.5]}
+    found = ablations.sampled_estimates(alphas, runs, baseline="baseline").set_index("label")
+    assert list(found.index) == ["other", "baseline"]
+    assert found.loc["baseline", "estimate"] == pytest.approx((1.75 + 1.7) / 2)
+    assert found.loc["other", "estimate"] == pytest.approx(2.2)
+    assert found.loc["other", "gain"] == pytest.approx((2.2 / 1.75 + 2.2 / 1.7) / 2 - 1)
+    assert found.loc["other", "gain_low"] == pytest.approx(2.2 / 1.75 - 1)
+    assert found.loc["other", "gain_high"] == pytest.approx(2.2 / 1.7 - 1)
+    assert found.loc["baseline", ["gain", "gain_low", "gain_high"]].tolist() == [0, 0, 0]
+    assert (found["seeds"] == 2).all()
+
+
 # ---- the notebook
 
 
@@ -276,7 +297,7 @@ def test_the_notebook_runs_on_a_small_grid(grid, monkeypatch):
             if cell["cell_type"] == "code":
                 exec(compile("".join(cell["source"]), NOTEBOOK.name, "exec"), scope)
         figures = [plt.figure(number) for number in plt.get_fignums()]
-        assert len(figures) == 6
+        assert len(figures) == 7
         for figure in figures:
             figure.canvas.draw()
             assert all(ax.lines or ax.collections for ax in figure.axes)

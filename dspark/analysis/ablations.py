@@ -123,6 +123,32 @@ def pair_gains(
     return pd.DataFrame(rows, columns=names)
 
 
+def sampled_estimates(
+    alphas: Mapping[str, Sequence[float]], runs: pd.DataFrame, *, baseline: str
+) -> pd.DataFrame:
+    """Tokens a round that sampled drafts would bring at temperature 1, 1 + sum_i prod_{j<=i} alpha_j, by label, best first.
+
+    `alphas[run_id]` are the mean overlaps of draft and verifier (paper eq. 8) by position, over the positions that replay of greedy
+    answers reached (`dspark.evaluation.summarise`). Means stand for products, and greedy answers are easier than sampled ones: an
+    estimate, to compare rows by, and no tau. Columns: label, estimate, estimate_spread (standard deviation over seeds), gain over
+    the baseline's (relative, mean over shared seeds), gain_low and gain_high (least and most of those), seeds.
+    """
+    own = runs[["run_id", "label", "seed"]]
+    own = own.assign(estimate=[1.0 + float(np.cumprod(alphas[run]).sum()) for run in own["run_id"]])
+    by_seed = own.pivot(index="seed", columns="label", values="estimate")
+    gains = by_seed.div(by_seed[baseline], axis=0) - 1.0
+    columns = {
+        "estimate": by_seed.mean(),
+        "estimate_spread": by_seed.std(),
+        "gain": gains.mean(),
+        "gain_low": gains.min(),
+        "gain_high": gains.max(),
+        "seeds": by_seed.count(),
+    }
+    table = pd.DataFrame(columns).sort_values("estimate", ascending=False)
+    return table.rename_axis("label").reset_index()
+
+
 def setting_curve(table: pd.DataFrame, setting: str) -> pd.DataFrame:
     """The rows of a leaderboard that differ from the baseline in `setting` alone, and the baseline, by value: column `value`.
 
@@ -197,6 +223,26 @@ def plot_pair_gains(gains: pd.DataFrame, ax: Axes) -> Axes:
     ax.set_xticks(x, gains["name"])
     ax.set(xlim=(-0.5, len(gains) - 0.1), ylabel="tokens a round, per cent more")
     ax.grid(axis="x", visible=False)
+    return ax
+
+
+def plot_sampled_estimates(estimates: pd.DataFrame, table: pd.DataFrame, ax: Axes, *, baseline: str) -> Axes:
+    """Tokens a round over the baseline's in per cent: greedy drafts as measured, sampled ones as `sampled_estimates` has them.
+
+    Bars of the estimates reach from the least to the most over seeds.
+    """
+    rows = estimates[estimates["label"] != baseline].iloc[::-1]
+    tau = table.set_index("label")["tau"]
+    y, greedy = np.arange(len(rows)), 100 * (tau[rows["label"]] / tau[baseline] - 1.0).to_numpy()
+    ax.hlines(y, greedy, 100 * rows["gain"], color=MUTED, linewidth=1, alpha=0.5)
+    ax.hlines(y, 100 * rows["gain_low"], 100 * rows["gain_high"], color=LINES[0], linewidth=2.6, alpha=0.45)
+    ax.plot(greedy, y, "o", color=MUTED, markerfacecolor="white", label="greedy, measured")
+    ax.plot(100 * rows["gain"], y, "o", color=LINES[0], label="sampled, estimated")
+    ax.axvline(0.0, color=INK, linewidth=1, linestyle=(0, (2, 3)))
+    ax.set_yticks(y, rows["label"])
+    ax.set(xlabel="tokens a round, per cent over the baseline", ylabel="")
+    ax.grid(axis="y", visible=False)
+    ax.legend(loc="lower right")
     return ax
 
 

@@ -82,9 +82,9 @@ class MasterAdamW(torch.optim.Optimizer):
     def master(self, parameter: nn.Parameter) -> Tensor:
         """The fp32 values of a parameter: its master, made anew, or itself where it has none."""
         rest = self.state[parameter].get("rest")
-        return (
-            parameter.detach() if rest is None else _one_pass(joined, rest.is_cuda)(parameter.detach(), rest)
-        )
+        if rest is None:
+            return parameter.detach()
+        return _one_pass(joined, rest.is_cuda)(parameter.detach(), rest)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -122,9 +122,8 @@ class MasterAdamW(torch.optim.Optimizer):
             maximize=False,
         )
         for parameter, master in zip(rounded, masters, strict=True):
-            weight, rest = _one_pass(split, master.is_cuda)(master)
+            weight, self.state[parameter]["rest"] = _one_pass(split, master.is_cuda)(master)
             parameter.copy_(weight)
-            self.state[parameter]["rest"].copy_(rest)
 
     def broadcast(self, source: int) -> None:
         """Take over a process's masters, where the parameters are that process's already: DDP sends those itself."""
@@ -151,9 +150,8 @@ class MasterAdamW(torch.optim.Optimizer):
                     f"the saved optimizer state has masters for other parameters than this optimizer's (parameter {number}, "
                     f"{parameter.dtype}): it belongs to another trainer.precision. Resume with the precision it was saved in."
                 )
-            kinds = {"rest": torch.int16}
             self.state[parameter] = {
-                name: value.to(device=parameter.device, dtype=kinds.get(name, torch.float32), copy=True)
+                name: value.to(parameter.device, torch.int16 if name == "rest" else torch.float32, copy=True)
                 for name, value in saved.items()
             }
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dspark.blocks import DraftBatch
 from dspark.nn.draft import Draft
-from dspark.rounding import LARGEST, round_draft, round_jointly
+from dspark.rounding import BIAS, LARGEST, TABLE, round_draft, round_jointly
 from dspark.verifier import default_cache_dir, smollm2_folder
 
 NAME = "pretrained"
@@ -53,27 +53,36 @@ STEPS = {
     "markov_head.markov_w2": 0.026,
 }
 STEP = 0.14  # of matrices without one of their own
-BY_COLUMN = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+BY_COLUMN = (TABLE, BIAS)
 
 
 # ---- few bits
 
 
 def quantise(lines: Float[Tensor, "R C"], *, step: float) -> tuple[Int16[Tensor, "R C"], Float[Tensor, " R"]]:
-    """Integers and an fp16 scale a line: lines ~ codes * scale, each value within half a scale.
+    """Integers and their scales (`line_scales`): lines ~ codes * scale, each value within half a scale.
 
-    The scale is `step` times the line's root mean square. Nothing is clipped and no number of bits fixed: `squeeze` spends
-    few bits on common codes, and then even steps are close to the best. Raises ValueError where a code is no int16.
+    Nothing is clipped and no number of bits fixed: `squeeze` spends few bits on common codes, and then even steps are close to
+    the best. Raises ValueError where a code is no int16.
     """
+    scales = line_scales(lines, step=step)
+    return _steps(lines, scales.float().unsqueeze(-1)).to(torch.int16), scales
+
+
+def line_scales(lines: Float[Tensor, "R C"], *, step: float) -> Float[Tensor, " R"]:
+    """`step` times the root mean square of each line, fp16. Raises ValueError where a value is beyond all codes."""
     lines = lines.float()
-    spread = lines.square().mean(-1, keepdim=True).sqrt()
-    scale = (step * spread).half().float()  # as it will be stored
-    codes = (lines / scale.where(scale > 0, torch.inf)).round()  # a line of zeros has scale 0
-    if bool((codes.abs() > LARGEST).any()):
+    scales = (step * lines.square().mean(-1).sqrt()).half()
+    if bool((_steps(lines.abs().amax(-1), scales.float()) > LARGEST).any()):
         raise ValueError(
             f"a value is more than {LARGEST} steps of {step} root mean squares of its line; take wider steps."
         )
-    return codes.to(torch.int16), scale.squeeze(-1).half()
+    return scales
+
+
+def _steps(values: Tensor, scales: Tensor) -> Tensor:
+    """The values as whole numbers of steps; a line of zeros has scale 0."""
+    return (values.float() / scales.where(scales > 0, torch.inf)).round()
 
 
 def dequantise(codes: Int16[Tensor, "R C"], scales: Float[Tensor, " R"]) -> Float[Tensor, "R C"]:
@@ -108,6 +117,11 @@ def step_of(name: str) -> float:
     return STEPS.get(".".join(name.split(".")[-3:-1]), STEP)
 
 
+def in_lines(name: str, matrix: Tensor) -> Tensor:
+    """A matrix with its lines as rows, or, from lines, as it was."""
+    return matrix.T if name in BY_COLUMN else matrix
+
+
 def rounded_codes(draft: Draft, batches: Iterable[DraftBatch]) -> dict[str, Int16[Tensor, "M N"]]:
     """Codes of the matrices whose effect the batches show, rounded jointly (`dspark.rounding`), by checkpoint name.
 
@@ -116,9 +130,8 @@ def rounded_codes(draft: Draft, batches: Iterable[DraftBatch]) -> dict[str, Int1
     codes: dict[str, Tensor] = {}
 
     def round_one(name: str, weight: Tensor, moments: Tensor) -> Tensor:
-        by_column = name in BY_COLUMN
-        _, scales = quantise(weight.T if by_column else weight, step=step_of(name))
-        scale = scales.float().unsqueeze(0 if by_column else 1)
+        scales = line_scales(in_lines(name, weight), step=step_of(name))
+        scale = scales.float().unsqueeze(0 if name in BY_COLUMN else 1)
         codes[name] = round_jointly(weight, scale, moments)
         return codes[name].float() * scale
 
@@ -157,10 +170,12 @@ def pack(
         if not bool(torch.isfinite(tensor.half()).all()):
             raise ValueError(f"{name} of {run} has values that fp16 cannot hold; it cannot be packed.")
         if tensor.ndim == 2 and len(tensor) > 1:
-            lines = tensor.T if name in BY_COLUMN else tensor
-            found, packed[f"{name}.scales"] = quantise(lines, step=step_of(name))
+            lines, step = in_lines(name, tensor), step_of(name)
             if name in given:
-                found = given[name].T if name in BY_COLUMN else given[name]
+                found, scales = in_lines(name, given[name]), line_scales(lines, step=step)
+            else:
+                found, scales = quantise(lines, step=step)
+            packed[f"{name}.scales"] = scales
             packed[f"{name}.codes"], packed[f"{name}.wide"] = squeeze(found)
         else:
             packed[name] = tensor.half()
@@ -186,9 +201,19 @@ def pack(
         "manifest": manifest,
         "config_yaml": re.sub(r"(?m)^( *\w+:) /.*$", r"\1 null", (run / "config.yaml").read_text()),
     }
+    return _write_facts(stem, facts)
+
+
+def record(stem: Path, measured: Mapping[str, Any]) -> int:
+    """Put `measured` in place of what a pair says was measured; returns the bytes of both files."""
+    facts = json.loads(stem.with_suffix(".json").read_text())
+    return _write_facts(stem, {**facts, "measured": dict(measured)})
+
+
+def _write_facts(stem: Path, facts: Mapping[str, Any]) -> int:
     text = json.dumps(facts, indent=1) + "\n"
     stem.with_suffix(".json").write_text(text)
-    return data.stat().st_size + len(text.encode())
+    return stem.with_suffix(".safetensors").stat().st_size + len(text.encode())
 
 
 def unpack(stem: Path, folder: Path, head: Float[Tensor, "W H"]) -> None:

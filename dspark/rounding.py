@@ -26,7 +26,7 @@ BLOCK = 64  # columns whose effect on the rest is applied in one product
 SPARSE = 8  # of about so many proposals, one counts in the moments of the table: each costs a softmax
 LARGEST = 2**15 - 1  # code
 ROWS = 1024  # whose softmaxes exist at once
-TABLE = "markov_head.markov_w1.weight"
+TABLE, BIAS = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 
 Rounder = Callable[[str, Tensor, Tensor], Tensor]
 
@@ -73,7 +73,7 @@ def stages(draft: Draft) -> list[dict[str, nn.Linear]]:
         inside = {n: m for n, m in layer.named_modules() if isinstance(m, nn.Linear)}
         groups.append({f"layers.{i}.{name}.weight": module for name, module in inside.items()})
     if draft.markov_head is not None:
-        groups.append({"markov_head.markov_w2.weight": draft.markov_head.markov_w2})
+        groups.append({BIAS: draft.markov_head.markov_w2})
     return groups
 
 

@@ -18,7 +18,7 @@ from dspark.data.batches import collate_documents, pack_rows
 from dspark.data.features import Features
 from dspark.evaluation import ROW_TOKENS, replay_tables, summarise
 from dspark.nn.draft import Draft
-from dspark.pretrained import pack, read_packed, rounded_codes
+from dspark.pretrained import pack, read_packed, record, rounded_codes
 from dspark.runs import Run, load_draft
 from experiments.cli import command
 from experiments.evaluate import draft_for_cache, spread
@@ -53,14 +53,14 @@ def pack_run(cfg: DictConfig) -> int:
         console.print(f"rounding along {blocks} blocks of {cfg.documents} texts", highlight=False)
         codes = rounded_codes(draft, batches)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    options = {"origin": asdict(origin), "codes": codes}
-    size = pack(run.path, stem, measured=measured, **options)
-    line = f"[bold]{size:,} bytes[/bold] in {stem}.safetensors and {stem}.json"
+    size = pack(run.path, stem, origin=asdict(origin), measured=measured, codes=codes)
+    taus = ""
     if cfg.test:
         draft.load_state_dict(read_packed(stem)[1], strict=False)
         measured["after"] = measure(cfg, run, draft, features)
-        pack(run.path, stem, measured=measured, **options)
-        line += f"; tau {measured['before']['tau']:.3f} before, {measured['after']['tau']:.3f} after"
+        size = record(stem, measured)
+        taus = f"; tau {measured['before']['tau']:.3f} before, {measured['after']['tau']:.3f} after"
+    line = f"[bold]{size:,} bytes[/bold] in {stem}.safetensors and {stem}.json{taus}"
     console.print(line, highlight=False, soft_wrap=True)
     return size
 

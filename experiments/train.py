@@ -50,7 +50,7 @@ from experiments.build import (
     check_keys,
 )
 from experiments.cli import command
-from experiments.collect import load_verifier
+from experiments.collect import evenly, load_verifier
 from experiments.evaluate import replay_split
 from experiments.sharing import Shared, shared_by_cells
 from experiments.sweep import Outcome, cell_overrides, config_sha, finished_run, in_sweep
@@ -188,8 +188,6 @@ def split_documents(cfg: DictConfig, cache: Features) -> tuple[PackedRows, list[
         raise ValueError(
             f"{cache.path} has no validation documents; collect prompts of a `validation` split too."
         )
-    wanted = min(int(cfg.trainer.val_documents), len(validation))
-    validation = [validation[i * len(validation) // wanted] for i in range(wanted)]
     rows = PackedRows(
         cache,
         train_documents,
@@ -198,7 +196,7 @@ def split_documents(cfg: DictConfig, cache: Features) -> tuple[PackedRows, list[
         seed=int(cfg.seed),
         dtype=torch.bfloat16,
     )
-    return rows, validation
+    return rows, evenly(validation, int(cfg.trainer.val_documents))
 
 
 def budgeted_steps(cfg: DictConfig, rows: PackedRows) -> int:

@@ -106,7 +106,9 @@ def test_a_packed_run_holds_the_jointly_rounded_matrices(tmp_path: Path):
         run = train(compose("train", overrides))
         options = [f"out={tmp_path}/packed/a", "documents=4", "anchors=6", "test_documents=2"]
         cfg = compose("pack", [f"run={run.path}", *options])
-    assert 0 < pack_run(cfg) < 10**6
+    size = pack_run(cfg)
+    assert 0 < size < 10**6
+    assert size == sum(path.stat().st_size for path in (tmp_path / "packed").iterdir())
     facts, tensors = read_packed(tmp_path / "packed/a")
     assert facts["measured"]["before"]["documents"] == 2
     assert facts["measured"]["after"]["tau"] >= 1

@@ -193,7 +193,7 @@ GEOMETRIES = {
         sample_from_anchor=False,
         tokens=20_000,
         documents=8,
-        chunk_rows=4_096,
+        chunk_rows=8_192,
         graph=False,
     ),
 }

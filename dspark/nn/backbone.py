@@ -240,7 +240,7 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def _spread(first: Float[Tensor, "B A 1 g d"], other: Float[Tensor, "1 1 1 g d"], slots: int) -> Tensor:
+def _spread(first: Float[Tensor, "B A 1 g d"], other: Float[Tensor, "b a 1 g d"], slots: int) -> Tensor:
     """`first` in a block's first slot and `other` in all behind it, [B, A, slots, g, d]."""
     rest = other.expand(*first.shape[:2], slots - 1, *other.shape[3:])
     return torch.cat([first, rest], dim=2)

@@ -125,9 +125,12 @@ def replay_documents(
     `confidence_threshold` cuts a block at the first proposal whose confidence is below it. Blocks always have the trained
     width; `num_proposals` uses the first of their proposals. Memory is bounded by `chunk_anchors`, the blocks of one forward.
 
-    Raises ValueError for a sampled draft at temperature 0, more proposals than trained, or a threshold without a head.
+    Raises ValueError, before any work, for a sampled draft at temperature 0, more proposals than trained, a threshold without a
+    head, or a temperature that lacks its `lse_at_temperature`.
     """
     check_proposals(draft, draft_sampling, temperature, num_proposals, confidence_threshold)
+    if temperature not in (0.0, 1.0) and lse_at_temperature is None:
+        raise ValueError(f"temperature {temperature} needs the verifier's log-sum-exp at that temperature.")
     # A prompt's last token is an anchor in training; in decoding the verifier's prefill emits the token after it.
     anchors = batch.anchors[0]
     anchors = anchors[batch.loss_mask[0, anchors]]
@@ -212,12 +215,8 @@ def _proposals(
     output = draft(batch, attention_backend="grouped")
     blocks = output.blocks
     labels = draft.to_draft_ids(blocks.labels)[0]  # [A, N]; -1 cannot be proposed
-    if temperature in (0.0, 1.0):
-        lse, softness = batch.lse[0], 1.0
-    elif lse_at_temperature is None:
-        raise ValueError(f"temperature {temperature} needs the verifier's log-sum-exp at that temperature.")
-    else:
-        lse, softness = lse_at_temperature[0], temperature
+    softness = temperature or 1.0
+    lse = (batch.lse if lse_at_temperature is None or softness == 1.0 else lse_at_temperature)[0]
     anchors, width = labels.shape
     budget = LOGIT_BYTES.get(labels.device.type, LOGIT_BYTES["cuda"])
     step = max(1, budget // (4 * width * draft.config.draft_vocab_size))

@@ -339,8 +339,13 @@ def test_final_norm_is_applied_to_caches_that_hold_the_state_before_it(tiny):
     torch.testing.assert_close(targets.normed(batch).last, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_text_at_another_temperature_needs_its_own_log_sum_exp(tiny):
-    batch, _ = HeldOutDocuments(tiny.sampled, [0], dtype=torch.bfloat16)[0]
+@pytest.mark.parametrize("length", [1, 4], ids=["one token", "several tokens"])
+def test_text_at_another_temperature_needs_its_own_log_sum_exp(tiny, length):
+    """Also where the text is too short for a single anchor, so that nothing would be computed."""
+    number = max(range(len(tiny.sampled)), key=lambda d: tiny.sampled.info(d).response_tokens)
+    batch, _ = HeldOutDocuments(tiny.sampled, [number], dtype=torch.bfloat16)[0]
+    start = int(batch.loss_mask[0].nonzero()[0])
+    batch.loss_mask[0, start + length :] = False
     with pytest.raises(ValueError, match="log-sum-exp at that temperature"):
         replay_document(tiny.draft, batch, temperature=0.5, num_proposals=4, **GREEDY)
 

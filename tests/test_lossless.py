@@ -76,9 +76,8 @@ def test_speculative_samples_follow_the_verifier(tiny, changes):
         top_p=changes.get("top_p", 1.0),
         positions=(1, 2, 3),
     )
-    assert test.p_value > 1e-3, (
-        test
-    )  # one seed, whose samples differ between processors; a wrong rule stays far below (next test)
+    # One seed, but processors round differently and draw other samples: p-values over seeds are uniform (LOG, 2026-12-03).
+    assert test.p_value > 1e-3, test
     assert test.degrees >= 5
     if "top_k" in changes:  # the same samples are not samples of the uncut distribution
         whole = conditional_test(

@@ -237,19 +237,20 @@ def check_float8(cfg: DictConfig) -> None:
 
 
 def resolve_precision(precision: str, accelerator: str) -> str:
-    """`auto` is bf16-mixed on CUDA and on processors with bf16 matrix units, else 32-true. Raises ValueError for unknown names."""
+    """`auto` is bf16-mixed on CUDA and on processors that multiply bf16, else 32-true. Raises ValueError for unknown names."""
     if precision not in PRECISIONS:
         raise ValueError(f"trainer.precision is {precision!r}; expected one of {', '.join(PRECISIONS)}.")
     if precision != "auto":
         return precision
     if accelerator != "cpu" and torch.cuda.is_available():
         return "bf16-mixed"
-    return "bf16-mixed" if torch.backends.mkldnn.is_available() and _has_matrix_units() else "32-true"
+    return "bf16-mixed" if torch.backends.mkldnn.is_available() and _multiplies_bf16() else "32-true"
 
 
-def _has_matrix_units() -> bool:
+def _multiplies_bf16() -> bool:
+    """Whether this processor has AMX, or AVX-512 with dot products of bf16, which take half the time of fp32's."""
     with contextlib.suppress(AttributeError):
-        return bool(torch.cpu._is_amx_tile_supported())
+        return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return False
 
 

@@ -307,6 +307,18 @@ def test_one_process_may_record_its_step_and_several_may_keep_masters():
 
 
 @pytest.mark.parametrize(
+    ("amx", "avx512_bf16", "expected"),
+    [(True, True, "bf16-mixed"), (False, True, "bf16-mixed"), (False, False, "32-true")],
+)
+def test_auto_is_bf16_where_the_processor_multiplies_it(monkeypatch, amx, avx512_bf16, expected):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    assert resolve_precision("auto", "cpu") == expected
+    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")  # private names, which a torch may lack
+    assert resolve_precision("auto", "cpu") == "32-true"
+
+
+@pytest.mark.parametrize(
     ("strategy", "devices", "kind"),
     [
         ("ddp", 2, DDPStrategy),

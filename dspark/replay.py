@@ -129,7 +129,9 @@ def replay_documents(
     head, or a temperature that lacks its `lse_at_temperature`.
     """
     check_proposals(draft, draft_sampling, temperature, num_proposals, confidence_threshold)
-    if temperature not in (0.0, 1.0) and lse_at_temperature is None:
+    softness = temperature or 1.0  # greedy text is compared with distributions at 1
+    lse = batch.lse if softness == 1.0 else lse_at_temperature
+    if lse is None:
         raise ValueError(f"temperature {temperature} needs the verifier's log-sum-exp at that temperature.")
     # A prompt's last token is an anchor in training; in decoding the verifier's prefill emits the token after it.
     anchors = batch.anchors[0]
@@ -138,7 +140,7 @@ def replay_documents(
     for at in range(0, len(anchors), chunk_anchors):  # never, for a text of one token
         part = anchors[at : at + chunk_anchors]
         blocks = replace(batch, anchors=part.unsqueeze(0), anchor_valid=part.unsqueeze(0) >= 0)
-        found = _proposals(draft, blocks, temperature, draft_sampling, lse_at_temperature)
+        found = _proposals(draft, blocks, draft_sampling, lse[0], softness)
         for name, values in found.items():
             columns[name].append(values[:, :num_proposals].double())
     count = len(anchors)
@@ -206,17 +208,15 @@ _PROPOSAL_COLUMNS = ("keep", "inside", "alpha", "confidence", "entropy", "max_pr
 def _proposals(
     draft: Draft,
     batch: DraftBatch,
-    temperature: float,
     draft_sampling: str,
-    lse_at_temperature: Tensor | None,
+    lse: Tensor,
+    softness: float,
 ) -> dict[str, Tensor]:
-    """Per-proposal quantities [A, N] of one row's anchors."""
+    """Per-proposal quantities [A, N] of one row's anchors; `lse` [S] is the verifier's at temperature `softness` > 0."""
     # Every document has its own shape, and FlexAttention would compile for each.
     output = draft(batch, attention_backend="grouped")
     blocks = output.blocks
     labels = draft.to_draft_ids(blocks.labels)[0]  # [A, N]; -1 cannot be proposed
-    softness = temperature or 1.0
-    lse = (batch.lse if lse_at_temperature is None or softness == 1.0 else lse_at_temperature)[0]
     anchors, width = labels.shape
     budget = LOGIT_BYTES.get(labels.device.type, LOGIT_BYTES["cuda"])
     step = max(1, budget // (4 * width * draft.config.draft_vocab_size))

@@ -343,9 +343,13 @@ def test_final_norm_is_applied_to_caches_that_hold_the_state_before_it(tiny):
 def test_text_at_another_temperature_needs_its_own_log_sum_exp(tiny, length):
     """Also where the text is too short for a single anchor, so that nothing would be computed."""
     number = max(range(len(tiny.sampled)), key=lambda d: tiny.sampled.info(d).response_tokens)
-    batch, _ = HeldOutDocuments(tiny.sampled, [number], dtype=torch.bfloat16)[0]
-    start = int(batch.loss_mask[0].nonzero()[0])
-    batch.loss_mask[0, start + length :] = False
+    document = tiny.sampled[number]
+    row = collate_documents([document], len(document.input_ids), torch.bfloat16)
+    start = int(row["loss_mask"][0].nonzero()[0])
+    row["loss_mask"][0, start + length :] = False
+    anchors, valid = all_anchors(row)
+    assert int(row["loss_mask"][0, anchors[0]].sum()) == length - 1  # those that replay begins rounds at
+    batch = DraftBatch(**row, anchors=anchors, anchor_valid=valid)
     with pytest.raises(ValueError, match="log-sum-exp at that temperature"):
         replay_document(tiny.draft, batch, temperature=0.5, num_proposals=4, **GREEDY)
 

@@ -248,7 +248,7 @@ def resolve_precision(precision: str, accelerator: str) -> str:
 
 
 def _multiplies_bf16() -> bool:
-    """Whether this processor has AMX, or AVX-512 with dot products of bf16, which take half the time of fp32's."""
+    """Whether this processor has AMX, or AVX-512 with dot products of bf16, which take less than half the time of fp32's."""
     with contextlib.suppress(AttributeError):
         return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return False

@@ -39,6 +39,7 @@ TARGET_NORMS = ("verifier_vocab", "draft_vocab")
 CE_LABELS = ("text", "target_top1")
 LK_ETA = 3.0
 ROW_STEP = 64  # rows of a product with the head come in multiples of this
+FEW_PARTS = 4  # so many parts' gradients of a bf16 matrix add up in bf16: no more roundings than in a sum of fp32 casts
 CPU_BLOCK_BYTES = 2 << 20  # of fp32 logits; about one core's second-level cache
 TINY = torch.finfo(torch.float32).tiny
 
@@ -132,6 +133,8 @@ class VocabularyLoss(torch.autograd.Function):
         stats = inputs.new_zeros(4, 1 + active, dtype=torch.float32)
         grads = inputs.new_empty(1 + active, inputs.shape[1]) if need_grad else None
         grad_bias, start = None, 1
+        few = bias_weight is not None and bias_weight.dtype == dtype and len(parts) <= FEW_PARTS
+        kind = dtype if few else torch.float32
         for part in parts:
             stop = start + len(part.keep)
             states = rows.target[part.positions].to(dtype)
@@ -151,8 +154,13 @@ class VocabularyLoss(torch.autograd.Function):
             if need_grad:
                 torch.mm(logits, joint, out=grads[start:stop])
                 if bias_weight is not None:
-                    product = logits.T @ chunk[:, hidden:]
-                    grad_bias = product.float() if grad_bias is None else grad_bias.add_(product)
+                    factors = logits.T, chunk[:, hidden:]
+                    if grad_bias is None:
+                        grad_bias = torch.mm(*factors).to(kind)
+                    elif few:
+                        grad_bias.addmm_(*factors)
+                    else:
+                        grad_bias.add_(torch.mm(*factors))
             start = stop
             del logits  # two parts' are never held at once
         place = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
@@ -176,67 +184,111 @@ class VocabularyLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total, *_):
         grad_inputs, grad_bias = ctx.saved_tensors
-        grad_features = grad_inputs[:, : ctx.hidden] * grad_total.to(grad_inputs.dtype)
-        grad_bias_features = None
+        grad_inputs = _times(grad_inputs, grad_total)
+        grad_features, grad_bias_features = grad_inputs[:, : ctx.hidden], None
         if grad_bias is not None:
-            grad_bias_features = grad_inputs[:, ctx.hidden :] * grad_total.to(grad_inputs.dtype)
-            grad_bias = grad_bias * grad_total
+            grad_bias_features, grad_bias = grad_inputs[:, ctx.hidden :], _times(grad_bias, grad_total)
         return grad_features, grad_bias_features, grad_bias, *[None] * 6
 
 
-def plan_parts(
-    supervised: Bool[Tensor, " M"], target_row: Int[Tensor, " M"], positions: int, chunk_rows: int
-) -> Callable[[], list[Part]]:
+def _times(x: Tensor, factor: Float[Tensor, ""]) -> Tensor:
+    """`x * factor`; the ordinary product with a number that a CUDA device holds takes four times as long."""
+    return torch._foreach_mul([x], factor.to(x.dtype))[0]
+
+
+@dataclass(frozen=True)
+class PartSizes:
+    """How many rows all parts have together, and how many target positions each."""
+
+    rows: int
+    positions: tuple[int, ...]
+
+    def hold(self, other: PartSizes) -> bool:
+        """Whether parts of these sizes have room for what `other` counts."""
+        pairs = zip(self.positions, other.positions, strict=True)
+        return self.rows >= other.rows and all(mine >= theirs for mine, theirs in pairs)
+
+    def grown(self, other: PartSizes, step: int) -> PartSizes:
+        """The larger of both, each number rounded up to a multiple of `step`."""
+        pairs = zip(self.positions, other.positions, strict=True)
+        rows, *positions = (-(-max(pair) // step) * step for pair in ((self.rows, other.rows), *pairs))
+        return PartSizes(rows, tuple(positions))
+
+
+class PartPlan:
     """The supervised rows, ascending, up to `chunk_rows` in a part, each with its distinct target positions.
 
     Numbers of rows and positions are rounded up to `ROW_STEP` with others, which have no weight: products are compiled for
-    their shape on a CPU, and numbers differ from step to step. The host needs them; the function returned waits until they have
-    arrived, so whoever calls this before queueing other work, and that function after, does not wait for that work.
+    their shape on a CPU, and numbers differ from step to step. The host needs them (`sizes`): whoever makes a plan and calls
+    `send` before queueing other work, and asks after, does not wait for that work.
     """
-    count, device = len(supervised), supervised.device
-    order = torch.argsort((~supervised).to(torch.uint8), stable=True)
-    parts = -(-count // chunk_rows)
-    # Which positions each part needs; idle rows ask for one beyond the last.
-    place = target_row.masked_fill(~supervised, positions)[order]
-    place = place + torch.arange(count, device=device) // chunk_rows * (positions + 1)
-    seen = torch.zeros(parts * (positions + 1), dtype=torch.bool, device=device)
-    seen = seen.scatter_(0, place, True).view(parts, -1)[:, :-1]
-    needed = torch.argsort((~seen).to(torch.uint8), dim=1, stable=True)
-    local = seen.cumsum(1).sub_(1).clamp_(min=0)
-    numbers = torch.cat([supervised.sum().view(1), seen.sum(1)]).to("cpu", non_blocking=True)
-    arrived = None
-    if device.type == "cuda":
-        arrived = torch.cuda.Event()
-        arrived.record()
 
-    def finish() -> list[Part]:
-        if arrived is not None:
-            arrived.synchronize()
+    def __init__(
+        self,
+        supervised: Bool[Tensor, " M"],
+        target_row: Int[Tensor, " M"],
+        positions: int,
+        chunk_rows: int,
+    ) -> None:
+        """`target_row` picks every row's verifier state among `positions`."""
+        count, device = len(supervised), supervised.device
+        self._target_row, self._positions, self._chunk_rows = target_row, positions, chunk_rows
+        self._order = torch.argsort((~supervised).to(torch.uint8), stable=True)
+        parts = -(-count // chunk_rows)
+        # Which positions each part needs; idle rows ask for one beyond the last.
+        place = target_row.masked_fill(~supervised, positions)[self._order]
+        place = place + torch.arange(count, device=device) // chunk_rows * (positions + 1)
+        seen = torch.zeros(parts * (positions + 1), dtype=torch.bool, device=device)
+        seen = seen.scatter_(0, place, True).view(parts, -1)[:, :-1]
+        self._needed = torch.argsort((~seen).to(torch.uint8), dim=1, stable=True)
+        self._local = seen.cumsum(1).sub_(1).clamp_(min=0)
+        self.numbers = torch.cat(
+            [supervised.sum().view(1), seen.sum(1)]
+        )  # of rows, and of each part's positions
+        self._host: Tensor | None = None
+
+    def send(self) -> PartPlan:
+        """Queue the numbers' copy to the host. Returns the plan."""
+        if self._host is None:
+            self._host, self._arrived = self.numbers.to("cpu", non_blocking=True), None
+            if self.numbers.is_cuda:
+                self._arrived = torch.cuda.Event()
+                self._arrived.record()
+        return self
+
+    def sizes(self) -> PartSizes:
+        """What the parts need; waits for it."""
+        self.send()
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self.sizes_of(self._host)
+
+    def sizes_of(self, numbers: Int[Tensor, " N"]) -> PartSizes:
+        """What the parts of a plan with these `numbers`, on the host, would need, if it was made of as many rows and positions."""
         total, *distinct = numbers.tolist()
-        active = _whole_steps(total, count)
-        return [
-            Part(
-                keep=(keep := order[start : min(start + chunk_rows, active)]),
-                positions=needed[i, : _whole_steps(max(1, distinct[i]), positions)],
-                target_row=local[i, target_row[keep]],
-            )
-            for i, start in enumerate(range(0, active, chunk_rows))
-        ]
+        return PartSizes(
+            _whole_steps(total, len(self._order)),
+            tuple(_whole_steps(max(1, number), self._positions) for number in distinct),
+        )
 
-    return finish
+    def parts(self, sizes: PartSizes | None = None) -> list[Part]:
+        """The parts, filled up with idle rows and positions to `sizes`, by default those of `self.sizes()`.
+
+        In sizes that do not hold these, rows are missing or get another's position: nothing that the loss may be taken from.
+        """
+        sizes = sizes or self.sizes()
+        active = min(sizes.rows, len(self._order))
+        parts = []
+        for i, start in enumerate(range(0, active, self._chunk_rows)):
+            keep = self._order[start : min(start + self._chunk_rows, active)]
+            positions = self._needed[i, : sizes.positions[i]]
+            target_row = self._local[i, self._target_row[keep]].clamp_(max=len(positions) - 1)
+            parts.append(Part(keep, positions, target_row))
+        return parts
 
 
 def _whole_steps(count: int, limit: int) -> int:
     return min(limit, -(-count // ROW_STEP) * ROW_STEP)
-
-
-def fixed_parts(rows: Rows, chunk_rows: int) -> list[Part]:
-    """All rows, whatever their weights, each with its own target state: shapes that no batch changes."""
-    every = torch.arange(len(rows.weights), device=rows.weights.device)
-    return [
-        Part(keep=keep, positions=rows.target_row[keep], target_row=every[: len(keep)])
-        for keep in every.split(chunk_rows)
-    ]
 
 
 def _chunk(
@@ -304,21 +356,16 @@ def vocabulary_loss(
     chunk_rows: int,
     *,
     joint: Float[Tensor, "V J"] | None = None,
-    static_shapes: bool = False,
     parts: Callable[[], list[Part]] | None = None,
 ) -> tuple[Float[Tensor, ""], RowStats]:
     """sum_m weight_m * (weighted terms of row m), and the per-row statistics. Differentiable in features and bias.
 
     Not divided: the caller divides once by the weights summed over micro-batches and ranks. `joint` is `[head_weight, bias_weight]`
-    in the features' dtype, where the caller has it already. `static_shapes` trades work on rows without weight and on repeated
-    target positions for shapes that are the same for every batch, so that the host need not wait for the device. `parts` is what
-    `plan_parts` returned for these rows, where the caller has started it early.
+    in the features' dtype, where the caller has it already. `parts` gives the parts of these rows, where the caller has planned
+    them early (`PartPlan`).
     """
-    if static_shapes:
-        divided = fixed_parts(rows, chunk_rows)
-    else:
-        plan = parts or plan_parts(rows.weights != 0, rows.target_row, len(rows.target), chunk_rows)
-        divided = plan()
+    plan = parts or PartPlan(rows.weights != 0, rows.target_row, len(rows.target), chunk_rows).parts
+    divided = plan()
     with torch.autocast(rows.features.device.type, enabled=False):
         if joint is None:
             joint = joint_head(head_weight, bias_weight, rows.features.dtype)

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from dspark.blocks import Blocks, DraftBatch, build_blocks, position_weights
-from dspark.losses import LossWeights, Part, Rows, confidence_loss, plan_parts, vocabulary_loss
+from dspark.losses import LossWeights, Part, PartPlan, Rows, confidence_loss, vocabulary_loss
 from dspark.nn.draft import Draft, DraftOutput
 
 
@@ -38,6 +38,16 @@ class LossSums:
     label_keep: Float[Tensor, " N"]
 
 
+Planned = tuple[Blocks, Callable[[], list[Part]]]  # a batch's blocks, and the parts of its loss
+
+
+def plan_loss(draft: Draft, batch: DraftBatch, chunk_rows: int) -> tuple[Blocks, PartPlan]:
+    """The batch's blocks, and which proposals and verifier states its loss will need; `chunk_rows` proposals at once."""
+    blocks = build_blocks(batch, draft.config)
+    supervised = blocks.supervised.flatten()
+    return blocks, PartPlan(supervised, _target_rows(blocks, batch), batch.input_ids.numel(), chunk_rows)
+
+
 def training_loss(
     draft: Draft,
     batch: DraftBatch,
@@ -45,17 +55,17 @@ def training_loss(
     *,
     confidence_detach_inputs: bool,
     chunk_rows: int,
-    static_shapes: bool = False,
+    planned: Planned | None = None,
 ) -> LossSums:
     """`draft_loss` of what the draft puts out for the batch.
 
     Which rows the loss will need is worked out before the draft's forward pass is queued, so that the host, which must know how
-    many there are, does not wait for that pass to end.
+    many there are, does not wait for that pass to end. `planned` says it where the caller has worked it out.
     """
-    blocks, parts = build_blocks(batch, draft.config), None
-    if not static_shapes:
-        supervised, target_row = blocks.supervised.flatten(), _target_rows(blocks, batch)
-        parts = plan_parts(supervised, target_row, batch.input_ids.numel(), chunk_rows)
+    if planned is None:
+        blocks, plan = plan_loss(draft, batch, chunk_rows)
+        planned = blocks, plan.send().parts
+    blocks, parts = planned
     return draft_loss(
         draft,
         draft(batch, blocks=blocks),
@@ -63,7 +73,6 @@ def training_loss(
         weights,
         confidence_detach_inputs=confidence_detach_inputs,
         chunk_rows=chunk_rows,
-        static_shapes=static_shapes,
         parts=parts,
     )
 
@@ -76,12 +85,11 @@ def draft_loss(
     *,
     confidence_detach_inputs: bool,
     chunk_rows: int,
-    static_shapes: bool = False,
     parts: Callable[[], list[Part]] | None = None,
 ) -> LossSums:
     """Loss sums of one batch. `confidence_detach_inputs` keeps the confidence loss out of the backbone and the head.
 
-    `static_shapes`, `parts`: see `vocabulary_loss`.
+    `parts`: see `vocabulary_loss`.
     """
     config, blocks = draft.config, output.blocks
     weight = position_weights(config.num_proposals, weights.decay_gamma, blocks.supervised.device)
@@ -104,7 +112,6 @@ def draft_loss(
         config.logit_scale,
         chunk_rows,
         joint=draft.joint_head(output.hidden.dtype),
-        static_shapes=static_shapes,
         parts=parts,
     )
     numerator, confidence = vocabulary, vocabulary.new_zeros(())

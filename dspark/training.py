@@ -43,7 +43,7 @@ from dspark.graphs import StepGraph
 from dspark.losses import LossWeights
 from dspark.masters import MasterAdamW, round_matrices
 from dspark.nn.draft import Draft
-from dspark.objective import LossSums, training_loss
+from dspark.objective import LossSums, Planned, plan_loss, training_loss
 from dspark.replay import Replay, replay_document
 from dspark.runs import Run, save_draft, write_table
 
@@ -130,6 +130,7 @@ class DraftModule(L.LightningModule):
         self._started = time.time()
         if self.graph and self.device.type == "cuda":
             self._graph = StepGraph(
+                lambda batch: plan_loss(self.draft, batch, self.chunk_rows),
                 self.sums,
                 [p for p in self.draft.parameters() if p.requires_grad],
                 accumulate=self.trainer.accumulate_grad_batches,
@@ -154,7 +155,7 @@ class DraftModule(L.LightningModule):
         sums = self.sums(batch) if self._graph is None else self._graph(batch)
         return sums.numerator, sums
 
-    def sums(self, batch: DraftBatch) -> LossSums:
+    def sums(self, batch: DraftBatch, planned: Planned | None = None) -> LossSums:
         batch = self.normed(batch)
         return training_loss(
             self.draft,
@@ -162,7 +163,7 @@ class DraftModule(L.LightningModule):
             self.loss_weights,
             confidence_detach_inputs=self.confidence_detach_inputs,
             chunk_rows=self.chunk_rows,
-            static_shapes=self._graph is not None,
+            planned=planned,
         )
 
     def training_step(self, batch: DraftBatch, index: int) -> Tensor:

@@ -53,7 +53,7 @@ from dspark.losses import LossWeights  # noqa: E402
 from dspark.masters import round_matrices  # noqa: E402
 from dspark.nn.draft import Draft, DraftOutput  # noqa: E402
 from dspark.nn.float8 import require_float8, use_float8  # noqa: E402
-from dspark.objective import LossSums, training_loss  # noqa: E402
+from dspark.objective import LossSums, Planned, plan_loss, training_loss  # noqa: E402
 from dspark.vocab import VocabMap  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -338,7 +338,12 @@ class Ours:
         self._mark: Mark = _ignore
         self._graph = None
         if problem.geometry.graph and problem.device.type == "cuda":
-            self._graph = StepGraph(self._sums, list(self.draft.parameters()), accumulate=1)
+            self._graph = StepGraph(
+                lambda batch: plan_loss(self.draft, batch, self.chunk_rows),
+                self._sums,
+                list(self.draft.parameters()),
+                accumulate=1,
+            )
         else:
             self.draft.layers[0].register_forward_pre_hook(self._context_done)
             self.draft.register_forward_hook(self._layers_done)
@@ -353,14 +358,14 @@ class Ours:
         self._mark("layers")
         output.hidden.register_hook(lambda grad: self._mark("loss backward"))
 
-    def _sums(self, batch: DraftBatch) -> LossSums:
+    def _sums(self, batch: DraftBatch, planned: Planned | None = None) -> LossSums:
         return training_loss(
             self.draft,
             batch,
             LOSS,
             confidence_detach_inputs=False,
             chunk_rows=self.chunk_rows,
-            static_shapes=self._graph is not None,
+            planned=planned,
         )
 
     def step(self, mark: Mark) -> Tensor:
@@ -455,7 +460,6 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        _wait(device)
         self.marks: list[tuple[str, Any]] = []
         self("start")
 
@@ -496,16 +500,20 @@ def time_side_by_side(
 ) -> dict[str, dict[str, list[float]]]:
     """Milliseconds of every phase and repetition, by contender.
 
-    Contenders take turns within each repetition, so that noise of the machine hits all of them.
+    Contenders take turns within each repetition, so that noise of the machine hits all of them. The host does not wait for a
+    device between steps, as a training would not.
     """
-    times: dict[str, dict[str, list[float]]] = {c.name: {} for c in contenders}
+    watches: dict[str, list[Stopwatch]] = {c.name: [] for c in contenders}
     for repeat in range(-warmup, repeats):
         for one in contenders:
             watch = Stopwatch(device)
             one.step(watch)
-            spans = watch.milliseconds()
-            if repeat < 0:
-                continue
+            if repeat >= 0:
+                watches[one.name].append(watch)
+        say(f"repetition {repeat + 1} of {repeats}" if repeat >= 0 else "warm-up")
+    times: dict[str, dict[str, list[float]]] = {c.name: {} for c in contenders}
+    for name, timed in watches.items():
+        for spans in (watch.milliseconds() for watch in timed):
             forward = sum(ms for phase, ms in spans.items() if phase in FORWARD)
             phases = {
                 "step": sum(spans.values()),
@@ -514,8 +522,7 @@ def time_side_by_side(
             }
             parts = {f"part:{phase}": ms for phase, ms in spans.items()} if len(spans) > 2 else {}
             for phase, ms in {**phases, **parts}.items():
-                times[one.name].setdefault(phase, []).append(ms)
-        say(f"repetition {repeat + 1} of {repeats}" if repeat >= 0 else "warm-up")
+                times[name].setdefault(phase, []).append(ms)
     return times
 
 

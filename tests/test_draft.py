@@ -151,6 +151,18 @@ def test_rotation_of_one_position_by_hand():
     torch.testing.assert_close(rotary.rotate(x, x.dtype)[0, 0], expected)
 
 
+@pytest.mark.parametrize("rank", [8, 5])  # copied as words, and number by number
+def test_joint_head_holds_the_head_and_follows_the_bias_matrix(rank):
+    draft = random_draft(markov_rank=rank).bfloat16()
+    head, bias = draft.lm_head.clone(), draft.markov_head.markov_w2.weight
+    for _ in range(2):
+        joint = draft.joint_head(torch.bfloat16)
+        assert torch.equal(joint, torch.cat([head, bias], dim=1))
+        assert torch.equal(draft.lm_head, head)
+        with torch.no_grad():
+            bias.mul_(-2)
+
+
 def test_auto_backend_trains_on_cpu_and_the_kernel_is_refused_there():
     assert resolve_backend("auto", torch.device("cpu")) == "grouped"
     with pytest.raises(ValueError, match="needs a CUDA device"):

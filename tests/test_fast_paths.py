@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from dspark.losses import ROW_STEP, Rows, fixed_parts, maximum_and_index, plan_parts
+from dspark.losses import ROW_STEP, PartPlan, PartSizes, Rows, maximum_and_index
 from dspark.nn.attention import GROUP, KEY_STEP, _padded
 from dspark.nn.backbone import Layer, RMSNorm, Rotary
 from tests.builders import random_batch, random_draft
@@ -102,7 +102,11 @@ def rows_of(weights, target_row, positions):
 
 
 def supervised_parts(rows, chunk_rows):
-    return plan_parts(rows.weights != 0, rows.target_row, len(rows.target), chunk_rows)()
+    return plan_of(rows, chunk_rows).parts()
+
+
+def plan_of(rows, chunk_rows):
+    return PartPlan(rows.weights != 0, rows.target_row, len(rows.target), chunk_rows)
 
 
 def test_supervised_rows_come_first_and_in_whole_steps():
@@ -126,14 +130,39 @@ def test_every_row_is_in_one_part_beside_its_own_target(chunk_rows):
     weights = torch.rand(500, generator=generator) * (torch.rand(500, generator=generator) > 0.4)
     target_row = torch.randint(90, (500,), generator=generator)
     rows = rows_of(weights, target_row, 90)
-    for divide in (supervised_parts, fixed_parts):
-        parts = divide(rows, chunk_rows)
+    plan = plan_of(rows, chunk_rows)
+    for parts in (plan.parts(), plan.parts(plan.sizes().grown(plan.sizes(), 128))):
         kept = torch.cat([part.keep for part in parts])
         assert len(kept) == len(kept.unique())
         assert set(weights.nonzero().squeeze(1).tolist()) <= set(kept.tolist())
         for part in parts:
             real = weights[part.keep] > 0
             assert torch.equal(part.positions[part.target_row][real], target_row[part.keep][real])
+            assert len(part.positions) == len(part.positions.unique())
+
+
+def test_parts_of_different_batches_have_one_shape_once_their_sizes_hold_both():
+    plans = []
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        weights = (torch.rand(500, generator=generator) > 0.2 * (1 + seed)).float()
+        target_row = torch.randint(300, (500,), generator=generator).sort().values
+        plans.append(plan_of(rows_of(weights, target_row, 300), 200))
+    first, *others = (plan.sizes() for plan in plans)
+    assert not others[1].hold(first)
+    sizes = others[1].grown(first, 16).grown(others[0], 16)
+    assert all(sizes.hold(one) for one in (first, *others))
+    shapes = [[[t.shape for t in vars(part).values()] for part in plan.parts(sizes)] for plan in plans]
+    assert shapes[0] == shapes[1] == shapes[2]
+    assert plans[0].sizes() == first  # asking twice counts once
+
+
+def test_sizes_by_hand():
+    sizes = PartSizes(100, (64, 10))
+    assert sizes.hold(PartSizes(100, (64, 10)))
+    assert not sizes.hold(PartSizes(101, (1, 1)))
+    assert not sizes.hold(PartSizes(1, (64, 11)))
+    assert sizes.grown(PartSizes(90, (65, 3)), 64) == PartSizes(128, (128, 64))
 
 
 def plain_norm(x, weight, eps):

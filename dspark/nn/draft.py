@@ -24,6 +24,8 @@ from dspark.nn.confidence import ConfidenceHead
 from dspark.nn.heads import build_head
 from dspark.vocab import VocabMap
 
+WORD = 4  # columns of a matrix that are copied as 64-bit words come in multiples of this
+
 
 @dataclass
 class DraftOutput:
@@ -144,7 +146,11 @@ class Draft(nn.Module):
         if self._joint is None or self._joint.data_ptr() != self.lm_head.data_ptr():
             self._joint = joint_head(self.lm_head, bias, dtype)
             self.lm_head = self._joint[:, :width]
-        self._joint[:, width:].copy_(bias)
+        place = self._joint[:, width:]
+        # A GPU copies rows of a wider matrix number by number.
+        if bias.dtype == dtype and not (width % WORD or bias.shape[1] % WORD):
+            place, bias = place.view(torch.int64), bias.view(torch.int64)
+        place.copy_(bias)
         return self._joint
 
     @property
@@ -187,7 +193,11 @@ class Draft(nn.Module):
 
     def previous_embedding(self, prev_ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch R"] | None:
         """`markov_w1` rows of previous tokens (verifier ids), which the sequential and the confidence head both read."""
-        return None if self.markov_head is None else self.markov_head.markov_w1(prev_ids)
+        if self.markov_head is None:
+            return None
+        return self.markov_head.markov_w1(
+            prev_ids.int()
+        )  # whose gradient sorts them: half the passes of int64
 
     def context(self, aux: Float[Tensor, "*batch L H"], compiled: bool = False) -> Float[Tensor, "*batch H"]:
         """H_ctx = RMSNorm(W_c [h^(l1); ...; h^(lm)]), taps in ascending layer order     (paper eq. 2)."""

@@ -150,6 +150,13 @@ class Run:
     def write_manifest(self, manifest: RunManifest) -> None:
         write_text(self.path / "manifest.json", json.dumps(asdict(manifest), indent=2))
 
+    def reconfigure(self, config_yaml: str, config_sha: str) -> None:
+        """Record the configuration that a resumed run goes on with."""
+        write_text(self.path / "config.yaml", config_yaml)
+        manifest = self.manifest
+        manifest.config_sha = config_sha
+        self.write_manifest(manifest)
+
     def finish(self, status: str, results: dict[str, Any]) -> None:
         """Record how the run ended."""
         manifest = self.manifest

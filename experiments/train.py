@@ -52,6 +52,7 @@ from experiments.build import (
 from experiments.cli import command
 from experiments.collect import evenly, load_verifier
 from experiments.evaluate import replay_split
+from experiments.resume import check_resumable, record_resumed, resumed_config
 from experiments.sharing import Shared, shared_by_cells
 from experiments.sweep import Outcome, cell_overrides, config_sha, finished_run, in_sweep
 
@@ -62,6 +63,8 @@ PRECISIONS = ("auto", "bf16-mixed", "bf16-masters", "32-true")
 
 @command("train")
 def main(cfg: DictConfig) -> Outcome:
+    if cfg.resume:
+        cfg = resumed_config(cfg, cell_overrides())
     skip = in_sweep() if cfg.skip_finished is None else bool(cfg.skip_finished)
     done = finished_run(Path(cfg.runs), config_sha(cfg)) if skip else None
     if done is None:
@@ -113,6 +116,8 @@ def train(cfg: DictConfig, shared: Shared | None = None) -> Run:
 
     run = resumed or start_run(cfg, cache, rows)
     if rank_zero_only.rank == 0:
+        if resumed is not None:
+            record_resumed(run, cfg)
         console.print(
             describe(cfg, draft, cache, rows, precision, steps, run), highlight=False, soft_wrap=True
         )
@@ -155,22 +160,6 @@ def train(cfg: DictConfig, shared: Shared | None = None) -> Run:
     if trainer.is_global_zero:
         console.print(last_line(run, results, time.time() - started), highlight=False, soft_wrap=True)
     return run
-
-
-def check_resumable(run: Run, cfg: DictConfig) -> None:
-    """Raise ValueError where the run has no full checkpoint, or one whose optimizer state this strategy would misread."""
-    checkpoint_path(run)
-    before, now = OmegaConf.load(run.path / "config.yaml").trainer, cfg.trainer
-    for key, peculiar, reason in (
-        ("strategy", "fsdp2", "fsdp2 orders the optimizer's state in its own way"),
-        ("precision", "bf16-masters", "with bf16-masters the optimizer's state holds a part of the weights"),
-    ):
-        old, new = str(before[key]), str(now[key])
-        if old != new and peculiar in (old, new):
-            raise ValueError(
-                f"run {run.path.name} was trained with trainer.{key}={old}, but trainer.{key} is {new}: {reason}. Resume with "
-                f"trainer.{key}={old}, or start a run from the weights with warm_start={run.path}."
-            )
 
 
 def quiet() -> None:

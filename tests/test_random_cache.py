@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from dspark.data.features import FeatureCache
 from dspark.runs import Run
@@ -49,19 +50,27 @@ def test_wrong_arguments_say_what_is_expected(tmp_path, capsys):
 
 def test_the_large_recipe_trains_on_it_and_resumes(cache, tmp_path):
     def train(*overrides: str) -> subprocess.CompletedProcess:
-        command = [
-            sys.executable, "-m", "experiments.train", "experiment=kimi_k27_code", f"data.cache={cache}", f"runs={tmp_path}",
-            "verifier.aux_layer_ids=null", "verifier.mask_token_id=null", "draft.intermediate_size=96", "draft.num_heads=4",
-            "draft.num_kv_heads=2", "draft.head_dim=16", "draft.vocab_size=256", "head.rank=16", "trainer.accelerator=cpu",
-            "trainer.devices=1", "trainer.accumulate=2", "trainer.seq_length=80", "trainer.anchors=12", "trainer.num_workers=0",
-            "trainer.precision=32-true", "trainer.val_every=2", "trainer.progress=false", *overrides,
-        ]  # fmt: skip
+        command = [sys.executable, "-m", "experiments.train", *overrides]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
-    done = train("trainer.max_steps=2")
+    done = train(
+        "experiment=kimi_k27_code", f"data.cache={cache}", f"runs={tmp_path}", "verifier.aux_layer_ids=null",
+        "verifier.mask_token_id=null", "draft.intermediate_size=96", "draft.num_heads=4", "draft.num_kv_heads=2",
+        "draft.head_dim=16", "draft.vocab_size=256", "head.rank=16", "trainer.accelerator=cpu", "trainer.devices=1",
+        "trainer.accumulate=2", "trainer.seq_length=80", "trainer.anchors=12", "trainer.num_workers=0",
+        "trainer.precision=bf16-masters", "trainer.val_every=2", "trainer.progress=false", "trainer.max_steps=2",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     (run,) = tmp_path.iterdir()
+    configuration = OmegaConf.load(run / "config.yaml")
     again = train("trainer.max_steps=4", f"resume={run}")
     assert again.returncode == 0, again.stderr[-2000:]
     assert Run.open(run).manifest.results["steps"] == 4
+    before, after = (
+        configuration,
+        OmegaConf.load(run / "config.yaml"),
+    )  # only the length of the run was changed
+    assert after.trainer.pop("max_steps") == 4
+    assert before.trainer.pop("max_steps") == 2
+    assert after == before
     assert [p.name for p in tmp_path.iterdir()] == [run.name]

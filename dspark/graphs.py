@@ -1,7 +1,7 @@
-"""Forward, loss and backward of a training step as one CUDA graph.
+"""Forward, loss and backward of a training step as a CUDA graph, behind another that plans its loss.
 
 A step of a small draft launches a thousand kernels that each run for microseconds, so the host is what limits it. Recorded once
-and replayed, they cost the host one call. What varies between steps is data: batches are copied into the recorded ones' memory.
+and replayed, they cost the host two calls. What varies between steps is data: batches are copied into the recorded ones' memory.
 """
 
 from __future__ import annotations

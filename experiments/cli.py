@@ -12,7 +12,7 @@ from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from experiments.sweep import in_sweep, run_cell
 
@@ -34,6 +34,10 @@ class Task:
         except (ValueError, FileNotFoundError, FileExistsError, OmegaConfBaseException) as error:
             if os.environ.get("DSPARK_TRACEBACK") == "1":
                 raise
+            if isinstance(error, MissingMandatoryValue):
+                error = (
+                    f"{error.full_key} is not given; add {error.full_key}=<value> (--help shows every key)."
+                )
             print(f"error: {error}", file=sys.stderr, flush=True)
             sys.exit(1)
 

@@ -26,7 +26,7 @@ def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """
     run = Run.open(cfg.resume)
     default, given = _leaves(_defaults()), _leaves(cfg)
-    leaves = _leaves(OmegaConf.load(run.path / "config.yaml"))
+    recorded = _leaves(OmegaConf.load(run.path / "config.yaml"))
     named = [
         tuple(o.key_or_group.split(".")) for o in OverridesParser.create().parse_overrides(list(overrides))
     ]
@@ -34,13 +34,19 @@ def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     def is_named(path: tuple[str, ...]) -> bool:
         return any(path[: len(name)] == name for name in named)
 
+    changed = {
+        path: value
+        for path, value in given.items()
+        if is_named(path) or path not in default or default[path] != value
+    }
     gone = default.keys() - given.keys()
-    leaves = {path: value for path, value in leaves.items() if path not in gone and not is_named(path)}
-    for path, value in given.items():
-        if is_named(path) or path not in default or default[path] != value:
-            leaves[path] = value
+    kept = {
+        path: value
+        for path, value in recorded.items()
+        if path in changed or not (path in gone or is_named(path))
+    }
     result = OmegaConf.create({})
-    for path, value in leaves.items():
+    for path, value in (kept | changed).items():
         OmegaConf.update(result, ".".join(path), value, force_add=True)
     return result
 

@@ -17,7 +17,7 @@ from dspark.losses import (
     target_probabilities,
     vocabulary_loss,
 )
-from dspark.objective import draft_loss, training_loss
+from dspark.objective import draft_loss, plan_loss, training_loss
 from tests.builders import random_batch, random_draft
 
 ALONE = [{name: 1.0} for name in TERMS]
@@ -203,11 +203,14 @@ def test_parts_planned_before_the_forward_pass_give_the_same_bits():
         return sums, [p.grad.clone() for p in draft.parameters()]
 
     late, wanted = run(draft_loss(draft, draft(batch), batch, weights, **settings))
-    early, got = run(training_loss(draft, batch, weights, **settings))
-    assert early.count.sum() > 32  # several parts
-    for name, value in vars(late).items():
-        assert torch.equal(getattr(early, name), value), name
-    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    blocks, plan = plan_loss(draft, batch, chunk_rows=16)
+    parts = plan.parts()
+    for planned in (None, (blocks, lambda: parts)):
+        early, got = run(training_loss(draft, batch, weights, **settings, planned=planned))
+        assert early.count.sum() > 32  # several parts
+        for name, value in vars(late).items():
+            assert torch.equal(getattr(early, name), value), name
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
 def test_detached_confidence_leaves_the_backbone_alone_and_attached_reaches_it():

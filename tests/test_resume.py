@@ -49,6 +49,7 @@ def test_a_resumed_run_keeps_all_that_the_command_does_not_name(run):
     cfg.trainer.max_steps = before.trainer.max_steps
     before.pop("resume")
     assert cfg == before
+    assert OmegaConf.to_yaml(cfg) == OmegaConf.to_yaml(before)  # in the same order
 
 
 def test_what_the_command_names_counts_even_where_it_is_the_default(run):

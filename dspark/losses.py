@@ -211,7 +211,7 @@ class PartSizes:
     def grown(self, other: PartSizes, step: int) -> PartSizes:
         """The larger of both, each number rounded up to a multiple of `step`."""
         pairs = zip(self.positions, other.positions, strict=True)
-        rows, *positions = (-(-max(pair) // step) * step for pair in ((self.rows, other.rows), *pairs))
+        rows, *positions = (_whole_steps(max(pair), step) for pair in ((self.rows, other.rows), *pairs))
         return PartSizes(rows, tuple(positions))
 
 
@@ -267,8 +267,8 @@ class PartPlan:
         """What the parts of a plan with these `numbers`, on the host, would need, if it was made of as many rows and positions."""
         total, *distinct = numbers.tolist()
         return PartSizes(
-            _whole_steps(total, len(self._order)),
-            tuple(_whole_steps(max(1, number), self._positions) for number in distinct),
+            min(_whole_steps(total, ROW_STEP), len(self._order)),
+            tuple(min(_whole_steps(max(1, number), ROW_STEP), self._positions) for number in distinct),
         )
 
     def parts(self, sizes: PartSizes | None = None) -> list[Part]:
@@ -287,8 +287,8 @@ class PartPlan:
         return parts
 
 
-def _whole_steps(count: int, limit: int) -> int:
-    return min(limit, -(-count // ROW_STEP) * ROW_STEP)
+def _whole_steps(count: int, step: int) -> int:
+    return -(-count // step) * step
 
 
 def _chunk(

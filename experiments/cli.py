@@ -70,3 +70,15 @@ def listed(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if OmegaConf.is_list(value) else [value]
+
+
+def leaves(cfg: DictConfig) -> dict[str, Any]:
+    """Every setting by its dotted name, interpolations resolved; lists and empty mappings are settings themselves."""
+
+    def below(value: Any, name: str) -> dict[str, Any]:
+        if not (isinstance(value, dict) and value):
+            return {name: value}
+        return {k: v for key, inner in value.items() for k, v in below(inner, f"{name}.{key}").items()}
+
+    container = OmegaConf.to_container(cfg, resolve=True)
+    return {k: v for key, value in container.items() for k, v in below(value, str(key)).items()}

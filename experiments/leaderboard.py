@@ -33,7 +33,7 @@ from dspark.runs import (
     write_table,
     write_text,
 )
-from experiments.cli import command
+from experiments.cli import command, leaves
 from experiments.sweep import BESIDE_THE_POINT, config_sha
 
 # Settings that decide how much a run may learn from; a run that changes one of them had another budget. Anchors a row are
@@ -175,19 +175,10 @@ def label_rows(facts: pd.DataFrame, configs: Mapping[str, DictConfig], baseline:
     )
 
 
-def flat(config: DictConfig, prefix: str = "") -> dict[str, Any]:
-    """Leaves of a configuration by dotted name, without those that do not change what is computed."""
-    values: dict[str, Any] = {}
-    for key, value in OmegaConf.to_container(config).items():
-        values |= _leaves(value, str(key))
+def flat(config: DictConfig) -> dict[str, Any]:
+    """Settings by dotted name, without empty ones and those that do not change what is computed."""
     skipped = (*BESIDE_THE_POINT, "seed")
-    return {name: value for name, value in values.items() if name not in skipped}
-
-
-def _leaves(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {name: value}
-    return {k: v for key, inner in value.items() for k, v in _leaves(inner, f"{name}.{key}").items()}
+    return {name: value for name, value in leaves(config).items() if name not in skipped and value != {}}
 
 
 def changes(reference: Mapping[str, Any], own: Mapping[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -12,10 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from dspark.runs import Run
 from dspark.training import checkpoint_path
-from experiments.cli import CONFIGS
+from experiments.cli import CONFIGS, leaves
 from experiments.sweep import config_sha
-
-Leaves = dict[tuple[str, ...], Any]
 
 
 def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -25,29 +22,27 @@ def resumed_config(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     else they made other than the default is, as an `experiment` or an `ablation` does. Raises FileNotFoundError for no run.
     """
     run = Run.open(cfg.resume)
-    default, given = _leaves(_defaults()), _leaves(cfg)
-    recorded = _leaves(OmegaConf.load(run.path / "config.yaml"))
-    named = [
-        tuple(o.key_or_group.split(".")) for o in OverridesParser.create().parse_overrides(list(overrides))
-    ]
+    default, given = leaves(_defaults()), leaves(cfg)
+    recorded = leaves(OmegaConf.load(run.path / "config.yaml"))
+    named = [o.key_or_group for o in OverridesParser.create().parse_overrides(list(overrides))]
 
-    def is_named(path: tuple[str, ...]) -> bool:
-        return any(path[: len(name)] == name for name in named)
+    def is_named(name: str) -> bool:
+        return any(name == one or name.startswith(f"{one}.") for one in named)
 
     changed = {
-        path: value
-        for path, value in given.items()
-        if is_named(path) or path not in default or default[path] != value
+        name: value
+        for name, value in given.items()
+        if is_named(name) or name not in default or default[name] != value
     }
     gone = default.keys() - given.keys()
     kept = {
-        path: value
-        for path, value in recorded.items()
-        if path in changed or not (path in gone or is_named(path))
+        name: value
+        for name, value in recorded.items()
+        if name in changed or not (name in gone or is_named(name))
     }
     result = OmegaConf.create({})
-    for path, value in (kept | changed).items():
-        OmegaConf.update(result, ".".join(path), value, force_add=True)
+    for name, value in (kept | changed).items():
+        OmegaConf.update(result, name, value, force_add=True)
     return result
 
 
@@ -78,18 +73,3 @@ def _defaults() -> DictConfig:
         return compose("train")
     with initialize_config_dir(version_base="1.3", config_dir=CONFIGS):
         return compose("train")
-
-
-def _leaves(cfg: DictConfig) -> Leaves:
-    """Every setting by its path; lists and empty mappings are settings themselves."""
-    leaves: Leaves = {}
-
-    def walk(node: Any, path: tuple[str, ...]) -> None:
-        if isinstance(node, dict) and (node or not path):
-            for key, value in node.items():
-                walk(value, (*path, str(key)))
-        else:
-            leaves[path] = node
-
-    walk(OmegaConf.to_container(cfg, resolve=True), ())
-    return leaves
